@@ -1,0 +1,35 @@
+"""Sections of the environments."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatrl.config.section import Section
+
+
+class EvidenceHuntConfig(Section):
+    """Multi-hop evidence gathering with text tools; a task where turn-level credit matters."""
+
+    kind: Literal["evidence_hunt"] = "evidence_hunt"
+    num_questions: int = Field(8, gt=0)
+    """Question types; each has one fixed chain of documents that the policy has to learn."""
+    num_documents: int = Field(12, gt=0)
+    num_hops: int = Field(4, gt=0)
+    """Documents in a chain, and values in an answer."""
+    num_values: int = Field(6, gt=1)
+    """Values a clue can take."""
+    max_turns: int = Field(8, gt=0)
+
+
+class TextWorldConfig(Section):
+    """Games generated on the spot by TextWorld (optional extra `textworld`)."""
+
+    kind: Literal["textworld"] = "textworld"
+    challenge: Literal["coin_collector", "treasure_hunter", "cooking", "simple"] = "coin_collector"
+    level: int = Field(1, gt=0)
+    num_games: int = Field(4, gt=0)
+    show_admissible: bool = True
+    max_turns: int = Field(30, gt=0)
+
+
+EnvConfig = Annotated[EvidenceHuntConfig | TextWorldConfig, Field(discriminator="kind")]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Creates or completes a virtual environment that holds the trainer and a CPU SGLang server.
+#   tools/install.sh VENV [EXTRA ...]      extras: train (default) test textworld
+# Pins come from constraints.txt. Repeating it is cheap: nothing is done when nothing changed.
+set -euo pipefail
+venv=$1; shift
+extras=train
+for extra in "$@"; do [ "$extra" = train ] || extras="$extras,$extra"; done
+cd "$(dirname "$0")/.."
+stamp="$venv/.megatrl-installed-$extras"
+if [ -e "$stamp" ] && [ -z "$(find pyproject.toml constraints.txt tools -newer "$stamp" -type f 2>/dev/null)" ]; then exit 0; fi
+[ -x "$venv/bin/python" ] || python3.11 -m venv "$venv"
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip torch==2.13.0                                       # first and alone: a CPU build where one is offered
+pip --constraint constraints.txt --editable ".[$extras]"
+pip --no-deps sglang==0.5.23 sglang-router==0.3.2 xgrammar==0.2.7
+pip --constraint constraints.txt --requirement tools/sglang-cpu-requirements.txt
+touch "$stamp"
