@@ -1,0 +1,172 @@
+"""Training samples -> packed, balanced microbatches with the same count on every rank.
+
+Normalisation happens here, on the driver: each minibatch carries one global `loss_denominator` and
+each token its `loss_weights`, so no rank, microbatch or layout can change a gradient.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatrl.config.credit import LossConfig
+from megatrl.data.samples import FloatArray, Microbatch, Minibatch, PackedBatch, TrainingSample
+from megatrl.data.trajectories import TrajectoryId
+from megatrl.errors import EmptyBatchError, TrajectoryError
+
+
+def pack(
+    samples: Sequence[TrainingSample],
+    *,
+    num_data_ranks: int,
+    num_minibatches: int,
+    microbatch_tokens: int,
+    loss: LossConfig,
+    context_tokens: int | None = None,
+) -> PackedBatch:
+    """Returns the optimizer steps of one loop step, in order.
+
+    Sample i goes to minibatch i % num_minibatches, so each sees every prompt group. Samples whose
+    advantages are all zero are counted in the denominator and left out of the forward passes when no
+    other term of the loss needs them.
+
+    Raises EmptyBatchError for no samples, TrajectoryError for one longer than `context_tokens`.
+    """
+    if not samples:
+        raise EmptyBatchError("nothing to pack: no trajectory has a known outcome and an action token")
+    for sample in samples:
+        if context_tokens is not None and len(sample.tokens) > context_tokens:
+            raise TrajectoryError(
+                f"sample of {sample.trajectory_id} has {len(sample.tokens)} tokens, the limit is {context_tokens}; "
+                "raise rollout.context_tokens"
+            )
+    weights = loss_weights(samples, loss)
+    has_other_terms = loss.kl_coefficient > 0 or loss.entropy_coefficient > 0
+    minibatches = []
+    for first in range(min(num_minibatches, len(samples))):
+        members = range(first, len(samples), num_minibatches)
+        active = [i for i in members if has_other_terms or np.any(samples[i].advantages)]
+        bins = balanced_bins([len(samples[i].tokens) for i in active], num_data_ranks, microbatch_tokens)
+        num_sequences = len({samples[i].trajectory_id for i in members})
+        minibatches.append(
+            Minibatch(
+                microbatches=tuple(
+                    tuple(_microbatch([active[j] for j in bin], samples, weights) for bin in rank) for rank in bins
+                ),
+                loss_denominator=_denominator([samples[i] for i in members], num_sequences, loss),
+                num_sequences=num_sequences,
+            )
+        )
+    return PackedBatch(minibatches=tuple(minibatches), samples=tuple(samples))
+
+
+def loss_weights(samples: Sequence[TrainingSample], loss: LossConfig) -> list[FloatArray]:
+    """Returns the weight of every token, [T] for each sample, 0 outside the action mask.
+
+    token_mean, seq_mean_token_sum and constant weigh each action token 1; seq_mean_token_mean weighs
+    it 1 / (action tokens of its trajectory), so that a trajectory stored as several segments counts
+    as one. A sample's own `loss_weights` multiply these.
+    """
+    per_trajectory: Counter[TrajectoryId] = Counter()
+    for sample in samples:
+        per_trajectory[sample.trajectory_id] += sample.num_action_tokens
+    weights = []
+    for sample in samples:
+        scale = 1.0 / per_trajectory[sample.trajectory_id] if loss.reduction == "seq_mean_token_mean" else 1.0
+        weight = sample.action_mask * scale
+        weights.append(weight if sample.loss_weights is None else weight * sample.loss_weights)
+    return weights
+
+
+def _denominator(members: Sequence[TrainingSample], num_sequences: int, loss: LossConfig) -> float:
+    if loss.reduction == "token_mean":
+        return float(sum(sample.num_action_tokens for sample in members))
+    if loss.reduction == "constant":
+        if loss.constant_length is None:
+            raise EmptyBatchError("loss.reduction is constant but loss.constant_length is not set; set it in tokens")
+        return float(num_sequences * loss.constant_length)
+    return float(num_sequences)
+
+
+def balanced_bins(lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[list[int]]]:
+    """Returns bins[rank][microbatch] of indices into `lengths`, as few microbatches as fit `capacity`.
+
+    Longest first into the emptiest bin (LPT). Every rank gets the same number of bins, some perhaps
+    empty. A sequence longer than `capacity` gets a bin of its own size.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    limit = max([capacity, *lengths]) if lengths else capacity
+    num_bins = max(1, -(-sum(lengths) // (capacity * num_ranks)))
+    while True:
+        heap = [(0, b) for b in range(num_bins * num_ranks)]
+        bins: list[list[int]] = [[] for _ in heap]
+        fullest = 0
+        for i in order:
+            filled, b = heapq.heappop(heap)
+            bins[b].append(i)
+            heapq.heappush(heap, (filled + lengths[i], b))
+            fullest = max(fullest, filled + lengths[i])
+        if fullest <= limit:
+            return [[sorted(bins[m * num_ranks + r]) for m in range(num_bins)] for r in range(num_ranks)]
+        num_bins += 1
+
+
+def _microbatch(
+    members: Sequence[int], samples: Sequence[TrainingSample], weights: Sequence[FloatArray]
+) -> Microbatch:
+    names = ["advantages", "behavior_logprobs"]
+    if samples[0].reference_logprobs is not None:
+        names.append("reference_logprobs")
+    if not members:  # a weightless filler keeps this rank in step with the others
+        return Microbatch(
+            tokens=np.zeros(1, dtype=np.int64),
+            cu_seqlens=np.array([0, 1], dtype=np.int64),
+            action_mask=np.zeros(1, dtype=np.bool_),
+            per_token={name: np.zeros(1) for name in [*names, "loss_weights"]},
+            sample_indices=(-1,),
+        )
+    chosen = [samples[i] for i in members]
+    per_token = {name: np.concatenate([getattr(sample, name) for sample in chosen]) for name in names}
+    per_token["loss_weights"] = np.concatenate([weights[i] for i in members])
+    return Microbatch(
+        tokens=np.concatenate([sample.tokens for sample in chosen]),
+        cu_seqlens=np.cumsum([0, *(len(sample.tokens) for sample in chosen)]).astype(np.int64),
+        action_mask=np.concatenate([sample.action_mask for sample in chosen]),
+        per_token=per_token,
+        sample_indices=tuple(members),
+    )
+
+
+def attach_old_logprobs(batch: PackedBatch, old_logprobs: Mapping[int, FloatArray]) -> PackedBatch:
+    """Returns the batch with `old_logprobs` in every microbatch.
+
+    `old_logprobs` maps a sample index to its [T] array, as `ActorWorker.logprobs` gives it, merged
+    over data-parallel ranks.
+    """
+
+    def fill(microbatch: Microbatch) -> Microbatch:
+        column = np.zeros(len(microbatch.tokens))
+        spans = zip(microbatch.cu_seqlens[:-1], microbatch.cu_seqlens[1:], strict=True)
+        for index, (begin, end) in zip(microbatch.sample_indices, spans, strict=True):
+            if index >= 0:
+                column[begin:end] = np.where(microbatch.action_mask[begin:end], old_logprobs[index], 0.0)
+        return replace(microbatch, per_token={**microbatch.per_token, "old_logprobs": column})
+
+    return replace(
+        batch,
+        minibatches=tuple(
+            replace(minibatch, microbatches=tuple(tuple(fill(m) for m in rank) for rank in minibatch.microbatches))
+            for minibatch in batch.minibatches
+        ),
+    )
+
+
+def mismatch(batch: PackedBatch, old_logprobs: Mapping[int, FloatArray]) -> tuple[float, float]:
+    """Returns mean and maximum of |old_logprobs - behavior_logprobs| over the action tokens computed."""
+    gaps = [
+        np.abs(old_logprobs[i] - batch.samples[i].behavior_logprobs)[batch.samples[i].action_mask] for i in old_logprobs
+    ]
+    flat = np.concatenate(gaps) if gaps else np.zeros(0)
+    return (float(flat.mean()), float(flat.max())) if flat.size else (0.0, 0.0)

@@ -1,0 +1,43 @@
+"""Which groups a step trains on, and why the others are dropped."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrl.config.credit import SelectionConfig
+from megatrl.data.trajectories import PromptGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedGroup:
+    group: PromptGroup
+    reason: str  # too_few_trainable, equal_rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    kept: tuple[PromptGroup, ...]
+    dropped: tuple[DroppedGroup, ...]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Number of dropped groups for each reason."""
+        return dict(Counter(dropped.reason for dropped in self.dropped))
+
+
+def select_groups(groups: Sequence[PromptGroup], config: SelectionConfig) -> Selection:
+    """Returns the groups to train on, in order, and the dropped ones with their reason.
+
+    A group stays whole: members without a known outcome stay in it and get no weight later.
+    """
+    kept: list[PromptGroup] = []
+    dropped: list[DroppedGroup] = []
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories if t.is_trainable]
+        if len(rewards) < config.min_group_size:
+            dropped.append(DroppedGroup(group=group, reason="too_few_trainable"))
+        elif config.drop_equal_rewards and len(set(rewards)) == 1:
+            dropped.append(DroppedGroup(group=group, reason="equal_rewards"))
+        else:
+            kept.append(group)
+    return Selection(kept=tuple(kept), dropped=tuple(dropped))
