@@ -1,0 +1,38 @@
+"""PackedQueries: which next-token log-probabilities to read from packed token sequences."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatrl.data.samples import IntArray
+from megatrl.errors import ScoringError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedQueries:
+    """One forward pass: T tokens of S sequences, and Q questions (row, target).
+
+    Row r is a position in the packed tokens; it predicts the token *after* position r of the same
+    sequence. Question i asks for log p(targets[i] | the sequence's tokens up to and including
+    rows[i]). Several questions may share a row, and a row may be a sequence's last token.
+    """
+
+    tokens: IntArray  # [T]
+    cu_seqlens: IntArray  # [S+1], starts at 0, ends at T
+    rows: IntArray  # [Q], 0 <= row < T
+    targets: IntArray  # [Q], token ids
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        if len(self.cu_seqlens) < 2 or int(self.cu_seqlens[0]) != 0 or int(self.cu_seqlens[-1]) != length:
+            raise ScoringError(f"cu_seqlens must run from 0 to {length} tokens, got {self.cu_seqlens.tolist()}")
+        if np.any(np.diff(self.cu_seqlens) <= 0):
+            raise ScoringError(f"cu_seqlens must grow, got {self.cu_seqlens.tolist()}: an empty sequence has no row")
+        if self.rows.shape != self.targets.shape:
+            raise ScoringError(f"{len(self.rows)} rows but {len(self.targets)} targets; each question needs both")
+        if len(self.rows) and not (0 <= int(self.rows.min()) and int(self.rows.max()) < length):
+            raise ScoringError(f"rows must lie in [0, {length}), got {int(self.rows.min())}..{int(self.rows.max())}")
+
+    @property
+    def num_questions(self) -> int:
+        return len(self.rows)
