@@ -14,7 +14,7 @@ class GroupStatisticsConfig(Section):
     """Divide by the standard deviation; false is Dr.GRPO."""
     step_expanded: bool = False
     """Count a trajectory once for each of its actions (verl-agent, DeltaTTG)."""
-    eps: float = Field(1e-6, ge=0)
+    eps: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
 
 
@@ -28,14 +28,14 @@ class DeltaTTGCredit(Section):
     """DeltaTTG, spec section 2. The defaults are the paper's."""
 
     kind: Literal["deltattg"] = "deltattg"
-    rho: float = Field(0.2, ge=0, le=1)
+    rho: float = Field(default=0.2, ge=0, le=1)
     """Share of the uniform distribution mixed into the step shares."""
-    max_multiplier: float = Field(5.0, ge=1)
+    max_multiplier: float = Field(default=5.0, ge=1)
     """Cap M on a token's multiplier; 1 is GRPO."""
     failure_cost: float | Literal["auto"] = "auto"
     """Cost C in tokens of a state forecast to fail; auto = 1.25 x the 99th percentile of the meter's
     training labels, read from the frozen meter."""
-    failure_cost_scale: float = Field(1.0, gt=0)
+    failure_cost_scale: float = Field(default=1.0, gt=0)
     """Multiplies the failure cost (for sweeps)."""
     target: Literal["ttg", "outcome", "completion_prob", "binary"] = "ttg"
     terminal: Literal["outcome", "meter", "carry"] = "outcome"
@@ -47,7 +47,7 @@ class DeltaTTGCredit(Section):
     parse_failure: Literal["failure_cost", "carry"] = "failure_cost"
     net_of_spent: bool = False
     """Subtract the action's own tokens from the step signal (diagnostic, not in the paper)."""
-    max_parse_failure_rate: float = Field(0.02, ge=0, le=1)
+    max_parse_failure_rate: float = Field(default=0.02, ge=0, le=1)
     """The run stops above this share of unparseable meter answers in one step."""
 
 
@@ -55,12 +55,12 @@ class TraceCredit(Section):
     """TRACE, spec section 3. The defaults are the paper's."""
 
     kind: Literal["trace"] = "trace"
-    window: int = Field(3, ge=0)
+    window: int = Field(default=3, ge=0)
     """K: turns whose temporal differences are averaged."""
-    gamma: float = Field(0.8, gt=0, le=1)
-    eps: float = Field(0.1, gt=0)
+    gamma: float = Field(default=0.8, gt=0, le=1)
+    eps: float = Field(default=0.1, gt=0)
     """Added to the distance -l before the logarithm."""
-    terminal_weight: float = Field(2.0, ge=0)
+    terminal_weight: float = Field(default=2.0, ge=0)
     """lambda_term: weight of the outcome advantage filled into the last turns."""
     alpha_outcome: float = 1.0
     alpha_turn: float = 0.2
@@ -75,10 +75,10 @@ class GiGPOCredit(Section):
     """GiGPO (arXiv 2505.10978)."""
 
     kind: Literal["gigpo"] = "gigpo"
-    step_weight: float = Field(1.0, ge=0)
-    gamma: float = Field(0.95, gt=0, le=1)
+    step_weight: float = Field(default=1.0, ge=0)
+    gamma: float = Field(default=0.95, gt=0, le=1)
     mean_std_norm: bool = True
-    similarity: float = Field(1.0, gt=0, le=1)
+    similarity: float = Field(default=1.0, gt=0, le=1)
     """1 groups identical observations; below 1 groups by SequenceMatcher ratio."""
 
 
@@ -86,9 +86,9 @@ class HGPOCredit(Section):
     """HGPO (arXiv 2602.22817)."""
 
     kind: Literal["hgpo"] = "hgpo"
-    history: int = Field(2, ge=0)
+    history: int = Field(default=2, ge=0)
     alpha: float = 1.0
-    gamma: float = Field(0.95, gt=0, le=1)
+    gamma: float = Field(default=0.95, gt=0, le=1)
     base_group: bool = False
 
 
@@ -102,7 +102,7 @@ class OverlongConfig(Section):
 
     max_tokens: int = Field(gt=0)
     buffer_tokens: int = Field(gt=0)
-    factor: float = Field(1.0, ge=0)
+    factor: float = Field(default=1.0, ge=0)
     floor: bool = True
     """Stop at -factor beyond max_tokens; false continues the line (verl)."""
 
@@ -111,16 +111,16 @@ class RewardConfig(Section):
     overlong: OverlongConfig | None = None
     success_threshold: float = 1.0
     """A trajectory counts as a success from this reward on."""
-    invalid_action_penalty: float = Field(0.0, ge=0)
+    invalid_action_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the row of a turn with an invalid action."""
 
 
 class SelectionConfig(Section):
     drop_equal_rewards: bool = False
     """DAPO's filter: drop groups whose rewards are all equal. Refused together with TRACE."""
-    max_rounds: int = Field(10, ge=1)
+    max_rounds: int = Field(default=10, ge=1)
     """Rollout rounds to fill a batch when groups are dropped; then the step trains on what exists."""
-    min_group_size: int = Field(2, ge=1)
+    min_group_size: int = Field(default=2, ge=1)
     """Groups with fewer trainable trajectories get zero weight."""
 
 
@@ -128,9 +128,9 @@ class ClippedLoss(Section):
     """PPO clipped surrogate at token level with dual clip (GRPO, DAPO, DeltaTTG, TRACE)."""
 
     kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float | None = Field(3.0, gt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    dual_clip: float | None = Field(default=3.0, gt=1)
     """Bound c on -A for negative advantages; null turns it off."""
 
 
@@ -138,17 +138,17 @@ class SequenceLoss(Section):
     """GSPO (arXiv 2507.18071): one length-normalised ratio for each sequence."""
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    clip_high: float = Field(4e-4, gt=0)
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_high: float = Field(default=4e-4, gt=0)
 
 
 class OffPolicyConfig(Section):
     """Correction of the mismatch between actor and rollout server, spec 5.1."""
 
     kind: Literal["none", "tis", "icepop"] = "none"
-    low: float = Field(0.5, ge=0)
+    low: float = Field(default=0.5, ge=0)
     """Icepop only: weights below become 0."""
-    high: float = Field(2.0, gt=0)
+    high: float = Field(default=2.0, gt=0)
     """TIS clips to it; icepop zeroes above it."""
     keep_rejected_in_denominator: bool = True
 
@@ -156,9 +156,9 @@ class OffPolicyConfig(Section):
 class LossConfig(Section):
     policy: Annotated[ClippedLoss | SequenceLoss, Field(discriminator="kind")] = ClippedLoss()
     reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-    constant_length: int | None = Field(None, gt=0)
+    constant_length: int | None = Field(default=None, gt=0)
     """Divisor of `reduction: constant` (Dr.GRPO), in tokens for each sequence."""
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
     off_policy: OffPolicyConfig = OffPolicyConfig()

@@ -22,15 +22,15 @@ class TinyModel(Section):
 
     kind: Literal["tiny"] = "tiny"
     family: Family = "qwen3_moe"
-    hidden_size: int = Field(64, gt=0)
-    num_layers: int = Field(2, gt=0)
-    num_heads: int = Field(4, gt=0)
-    num_kv_heads: int = Field(2, gt=0)
-    head_dim: int = Field(16, gt=0)
-    ffn_size: int = Field(128, gt=0)
+    hidden_size: int = Field(default=64, gt=0)
+    num_layers: int = Field(default=2, gt=0)
+    num_heads: int = Field(default=4, gt=0)
+    num_kv_heads: int = Field(default=2, gt=0)
+    head_dim: int = Field(default=16, gt=0)
+    ffn_size: int = Field(default=128, gt=0)
     """Of a dense layer; of one expert in a mixture."""
-    num_experts: int = Field(8, gt=0)
-    num_experts_per_token: int = Field(2, gt=0)
+    num_experts: int = Field(default=8, gt=0)
+    num_experts_per_token: int = Field(default=2, gt=0)
     tie_word_embeddings: bool = False
     seed: int = 0
 
@@ -41,26 +41,26 @@ ModelConfig = Annotated[HFModel | TinyModel, Field(discriminator="kind")]
 class LayoutConfig(Section):
     """Degrees of parallelism. Data parallelism is what remains of `world_size`."""
 
-    world_size: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
-    pipeline: int = Field(1, gt=0)
-    expert: int = Field(1, gt=0)
+    world_size: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0)
+    pipeline: int = Field(default=1, gt=0)
+    expert: int = Field(default=1, gt=0)
     sequence_parallel: bool = False
     """Required with tensor > 1 on mixture models."""
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    decay_steps: int | None = Field(None, gt=0)
+    decay_steps: int | None = Field(default=None, gt=0)
     """Steps of the loop after which min_lr is reached; null means train.num_steps."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad_norm: float = Field(1.0, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_grad_norm: float = Field(default=1.0, gt=0)
 
 
 class ActorConfig(Section):
@@ -70,29 +70,29 @@ class ActorConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     distributed_optimizer: bool = True
     recompute: Literal["none", "full", "selective"] = "none"
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one collective call on the workers."""
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
 
 
 class ServerConfig(Section):
-    num_servers: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
+    num_servers: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0)
     """SGLang's own tensor parallel degree, in devices for each server."""
     device: Literal["cpu", "cuda"] = "cuda"
     precision: Precision = "bf16"
     python: str | None = None
     """Interpreter of the server's own environment or container; null uses this one."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    request_timeout_s: float = Field(600.0, gt=0)
-    max_total_tokens: int | None = Field(None, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    max_total_tokens: int | None = Field(default=None, gt=0)
     """KV cache size in tokens; null lets SGLang decide."""
-    mem_fraction_static: float = Field(0.8, gt=0, lt=1)
+    mem_fraction_static: float = Field(default=0.8, gt=0, lt=1)
     sglang: dict[str, str | int | float | bool] = {}
     """More SGLang server arguments by their upstream names; keys that megatrl owns are refused."""
 
@@ -103,24 +103,24 @@ class RolloutConfig(Section):
     chat_format: Literal["chatml", "llama3"] = "chatml"
     tool_format: Literal["qwen", "react"] = "qwen"
     """How actions are written: <tool_call> JSON, or `Action: tool arguments` and <answer>."""
-    max_turns: int = Field(50, gt=0)
-    max_action_tokens: int = Field(512, gt=0)
-    context_tokens: int = Field(4096, gt=1)
+    max_turns: int = Field(default=50, gt=0)
+    max_action_tokens: int = Field(default=512, gt=0)
+    context_tokens: int = Field(default=4096, gt=1)
     """Longest trajectory in tokens, prompt and observations included."""
-    max_observation_tokens: int = Field(1024, gt=0)
+    max_observation_tokens: int = Field(default=1024, gt=0)
     """Longer tool results are cut, with a marker, before rendering."""
-    episode_timeout_s: float = Field(1800.0, gt=0)
-    tool_timeout_s: float = Field(60.0, gt=0)
-    max_concurrent_episodes: int = Field(512, gt=0)
-    max_attempts: int = Field(2, ge=1)
+    episode_timeout_s: float = Field(default=1800.0, gt=0)
+    tool_timeout_s: float = Field(default=60.0, gt=0)
+    max_concurrent_episodes: int = Field(default=512, gt=0)
+    max_attempts: int = Field(default=2, ge=1)
     """Attempts at one trajectory when its infrastructure fails."""
-    max_failure_fraction: float = Field(0.2, ge=0, le=1)
+    max_failure_fraction: float = Field(default=0.2, ge=0, le=1)
     """The step fails when more trajectories than this end in an infrastructure failure."""
 
 
 class PublishConfig(Section):
     route: Literal["tensor", "broadcast", "disk"] = "tensor"
-    bucket_bytes: int = Field(512 * 1024 * 1024, gt=0)
-    timeout_s: float = Field(600.0, gt=0)
+    bucket_bytes: int = Field(default=512 * 1024 * 1024, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     verify: bool = True
     """Prove by checksum that every server holds the published weights."""

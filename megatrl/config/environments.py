@@ -11,14 +11,14 @@ class EvidenceHuntConfig(Section):
     """Multi-hop evidence gathering with text tools; a task where turn-level credit matters."""
 
     kind: Literal["evidence_hunt"] = "evidence_hunt"
-    num_questions: int = Field(8, gt=0)
+    num_questions: int = Field(default=8, gt=0)
     """Question types; each has one fixed chain of documents that the policy has to learn."""
-    num_documents: int = Field(12, gt=0)
-    num_hops: int = Field(4, gt=0)
+    num_documents: int = Field(default=12, gt=0)
+    num_hops: int = Field(default=4, gt=0)
     """Documents in a chain, and values in an answer."""
-    num_values: int = Field(6, gt=1)
+    num_values: int = Field(default=6, gt=1)
     """Values a clue can take."""
-    max_turns: int = Field(8, gt=0)
+    max_turns: int = Field(default=8, gt=0)
 
 
 class TextWorldConfig(Section):
@@ -26,10 +26,10 @@ class TextWorldConfig(Section):
 
     kind: Literal["textworld"] = "textworld"
     challenge: Literal["coin_collector", "treasure_hunter", "cooking", "simple"] = "coin_collector"
-    level: int = Field(1, gt=0)
-    num_games: int = Field(4, gt=0)
+    level: int = Field(default=1, gt=0)
+    num_games: int = Field(default=4, gt=0)
     show_admissible: bool = True
-    max_turns: int = Field(30, gt=0)
+    max_turns: int = Field(default=30, gt=0)
 
 
 EnvConfig = Annotated[EvidenceHuntConfig | TextWorldConfig, Field(discriminator="kind")]

@@ -20,18 +20,18 @@ from megatrl.config.section import Section
 class DemonstrationsConfig(Section):
     """Episodes of the environment's scripted policy of mixed quality."""
 
-    num_episodes: int = Field(4096, gt=0)
-    detour: float = Field(0.5, ge=0, le=1)
+    num_episodes: int = Field(default=4096, gt=0)
+    detour: float = Field(default=0.5, ge=0, le=1)
     """Probability of a useless action at a turn."""
-    premature: float = Field(0.08, ge=0, le=1)
+    premature: float = Field(default=0.08, ge=0, le=1)
     """Probability of answering too early at a turn."""
 
 
 class SFTConfig(Section):
     """Supervised fine-tuning on demonstrations or meter labels: loss on target tokens only."""
 
-    num_steps: int = Field(300, gt=0)
-    sequences_per_step: int = Field(64, gt=0)
+    num_steps: int = Field(default=300, gt=0)
+    sequences_per_step: int = Field(default=64, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
 
 
@@ -67,12 +67,12 @@ class TrainedMeter(Section):
     """A meter trained by the recipe from recorded trajectories of several policies, then frozen."""
 
     kind: Literal["trained"] = "trained"
-    num_policy_episodes: int = Field(512, ge=0)
+    num_policy_episodes: int = Field(default=512, ge=0)
     """Episodes sampled from the start policy."""
-    num_scripted_episodes: int = Field(2048, ge=0)
+    num_scripted_episodes: int = Field(default=2048, ge=0)
     """Episodes of scripted policies with these detour rates, in equal parts."""
     detours: tuple[float, ...] = (0.05, 0.3, 0.6)
-    max_prefixes_per_trajectory: int = Field(16, gt=0)
+    max_prefixes_per_trajectory: int = Field(default=16, gt=0)
     sft: SFTConfig = SFTConfig()
 
 
@@ -80,29 +80,29 @@ MeterConfig = Annotated[NoMeter | FrozenMeter | TrainedMeter, Field(discriminato
 
 
 class BatchConfig(Section):
-    num_groups: int = Field(16, gt=0)
+    num_groups: int = Field(default=16, gt=0)
     """Prompts taken at each step."""
-    group_size: int = Field(8, gt=0)
+    group_size: int = Field(default=8, gt=0)
     """Trajectories for each prompt."""
-    num_minibatches: int = Field(1, gt=0)
+    num_minibatches: int = Field(default=1, gt=0)
     """Optimizer steps for each step of the loop."""
-    microbatch_tokens: int = Field(16384, gt=0)
+    microbatch_tokens: int = Field(default=16384, gt=0)
     """Most tokens packed into one forward-backward; one longer sequence still gets its own."""
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(20, gt=0)
-    keep: int = Field(3, ge=1)
+    every_steps: int = Field(default=20, gt=0)
+    keep: int = Field(default=3, ge=1)
 
     def is_due(self, step: int) -> bool:
         return step % self.every_steps == 0
 
 
 class EvaluationConfig(Section):
-    every_steps: int = Field(10, gt=0)
-    num_episodes: int = Field(128, ge=0)
+    every_steps: int = Field(default=10, gt=0)
+    num_episodes: int = Field(default=128, ge=0)
     """Held-out episodes; 0 turns evaluation off."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
 
     def is_due(self, step: int) -> bool:
@@ -110,15 +110,15 @@ class EvaluationConfig(Section):
 
 
 class TrainConfig(Section):
-    num_steps: int = Field(150, gt=0)
-    max_mismatch: float = Field(0.02, gt=0)
+    num_steps: int = Field(default=150, gt=0)
+    max_mismatch: float = Field(default=0.02, gt=0)
     """Largest mean |actor logprob - server logprob| accepted at the first step."""
 
 
 class PlacementConfig(Section):
     kind: Literal["separate", "colocated"] = "separate"
     """Colocated roles share devices and take turns; separate roles own theirs."""
-    ready_timeout_s: float = Field(300.0, gt=0)
+    ready_timeout_s: float = Field(default=300.0, gt=0)
 
 
 class ObserveConfig(Section):
@@ -131,7 +131,7 @@ class Recipe(Section):
     """One run. The sections are passed on their own; nobody below the loop sees the whole."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     model: ModelConfig
     start: StartConfig = ModelStart()
     env: EnvConfig
