@@ -1,0 +1,104 @@
+"""The actor as the driver sees it: one object, whatever the layout behind it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from megatrl.actor.worker import UpdateResult
+from megatrl.config.credit import LossConfig
+from megatrl.config.engines import OptimizerConfig, PublishConfig
+from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import FloatArray, PackedBatch
+from megatrl.orchestration.rank_worker import FrozenRole
+from megatrl.orchestration.worker_group import WorkerGroup
+from megatrl.scoring.independent import QueryRunner
+
+
+class ActorGroup:
+    """Collective calls on all ranks; results are merged over data parallelism."""
+
+    def __init__(self, workers: WorkerGroup, *, temperature: float, loss: LossConfig) -> None:
+        self.workers = workers
+        self._temperature, self._loss = temperature, loss
+        self._data_ranks: list[int] = workers.call("initialize")
+        self.num_data_ranks = max(self._data_ranks) + 1
+
+    def load_policy(self, model_path: Path, optimizer: OptimizerConfig, num_steps: int) -> None:
+        self.workers.call("load_policy", str(model_path), optimizer, num_steps)
+
+    def logprobs(self, batch: PackedBatch) -> dict[int, FloatArray]:
+        """Sample index -> [T] log-probabilities at the sampling temperature."""
+        merged: dict[int, FloatArray] = {}
+        for part in self.workers.call("logprobs", batch, self._temperature):
+            merged.update(part)
+        return merged
+
+    def update(self, batch: PackedBatch, step: int) -> UpdateResult:
+        return self.workers.call("update", batch, self._loss, self._temperature, step)[0]
+
+    def supervise(self, batch: PackedBatch, step: int) -> UpdateResult:
+        """One SFT step at temperature 1."""
+        kind: Literal["supervised"] = "supervised"
+        return self.workers.call("update", batch, kind, 1.0, step)[0]
+
+    def freeze_reference(self) -> str:
+        """Identity of the frozen policy over all ranks, in rank order."""
+        return "-".join(self.workers.call("freeze_reference"))
+
+    def load_meter(self, path: Path) -> str:
+        return "-".join(self.workers.call("load_meter", str(path)))
+
+    def query_runner(self, role: FrozenRole) -> QueryRunner:
+        """A runner of packed queries on a frozen model, spread over the data-parallel ranks."""
+
+        def run(queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
+            return self._run_queries(role, queries, temperature)
+
+        return run
+
+    def _run_queries(self, role: FrozenRole, queries: Sequence[PackedQueries], temperature: float) -> list[FloatArray]:
+        if not queries:
+            return []
+        shares = [list(queries[rank :: self.num_data_ranks]) for rank in range(self.num_data_ranks)]
+        most = max(len(share) for share in shares)
+        for share in shares:  # every rank runs the same number of microbatches
+            share += [_FILLER] * (most - len(share))
+        results = self.workers.call("frozen_logprobs", role, shares, temperature)
+        answers: dict[int, list[FloatArray]] = {}
+        for data_rank, answer in zip(self._data_ranks, results, strict=True):
+            answers[data_rank] = answer
+        return [answers[i % self.num_data_ranks][i // self.num_data_ranks] for i in range(len(queries))]
+
+    def connect_servers(self, urls: Sequence[str], config: PublishConfig, model_path: Path) -> None:
+        self.workers.call("connect_servers", list(urls), config, str(model_path))
+
+    def publish(self, policy_version: int) -> dict[str, float]:
+        return self.workers.call("publish", policy_version)[0]
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self.workers.call("save_checkpoint", str(directory))
+
+    def load_checkpoint(self, directory: Path) -> None:
+        self.workers.call("load_checkpoint", str(directory))
+
+    def save_hf(self, directory: Path, source: Path) -> None:
+        self.workers.call("save_hf", str(directory), str(source))
+
+    def parameter_hash(self) -> str:
+        return "-".join(self.workers.call("parameter_hash"))
+
+    def release_memory(self) -> None:
+        self.workers.call("release_memory")
+
+    def resume_memory(self) -> None:
+        self.workers.call("resume_memory")
+
+
+_FILLER = PackedQueries(
+    tokens=np.zeros(1, dtype=np.int64),
+    cu_seqlens=np.array([0, 1], dtype=np.int64),
+    rows=np.zeros(0, dtype=np.int64),
+    targets=np.zeros(0, dtype=np.int64),
+)

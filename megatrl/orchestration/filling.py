@@ -1,0 +1,79 @@
+"""Act and judge: collect groups until a batch is full, reward them, keep the dropped ones visible."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatrl.algorithms.rewards import combine_rewards
+from megatrl.batching.selection import DroppedGroup, select_groups
+from megatrl.config.credit import RewardConfig, SelectionConfig
+from megatrl.config.recipe import BatchConfig
+from megatrl.data.prompts import PromptStream
+from megatrl.data.trajectories import Prompt, PromptGroup
+from megatrl.errors import EmptyBatchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledBatch:
+    """The groups of one step. `kept` is trained on; nothing sampled is lost."""
+
+    kept: tuple[PromptGroup, ...]
+    dropped: tuple[DroppedGroup, ...]
+    rounds: int
+
+    @property
+    def groups(self) -> tuple[PromptGroup, ...]:
+        return (*self.kept, *(dropped.group for dropped in self.dropped))
+
+
+class GroupCollector(Protocol):
+    """Plays groups of episodes for prompts whose first position in the stream is given."""
+
+    def collect(self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int) -> tuple[PromptGroup, ...]: ...
+
+
+class LiveRollout:
+    """Fills batches by playing episodes against the rollout servers."""
+
+    def __init__(
+        self, collector: GroupCollector, batch: BatchConfig, reward: RewardConfig, selection: SelectionConfig
+    ) -> None:
+        self._collector = collector
+        self._batch, self._reward, self._selection = batch, reward, selection
+
+    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch:
+        """Returns up to `batch.num_groups` kept groups after at most `selection.max_rounds` rounds.
+
+        Raises EmptyBatchError, with the count of every reason, where no group at all survived.
+        """
+        kept: list[PromptGroup] = []
+        dropped: list[DroppedGroup] = []
+        max_rounds = self._selection.max_rounds if self._selection.drop_equal_rewards else 1
+        rounds = 0
+        while len(kept) < self._batch.num_groups and rounds < max_rounds:
+            first = prompts.position
+            taken = prompts.take(self._batch.num_groups - len(kept))
+            played = self._collector.collect(taken, first_position=first, policy_version=policy_version)
+            selection = select_groups(combine_rewards(played, self._reward), self._selection)
+            kept += selection.kept
+            dropped += selection.dropped
+            rounds += 1
+        batch = FilledBatch(kept=tuple(kept), dropped=tuple(dropped), rounds=rounds)
+        if not kept:
+            raise EmptyBatchError(empty_message(batch))
+        return batch
+
+
+def empty_message(batch: FilledBatch) -> str:
+    """What to tell a person when nothing survived selection."""
+    groups = [dropped.group for dropped in batch.dropped]
+    rewards = [[t.reward for t in g.trajectories] for g in groups]
+    all_right = sum(all(r is not None and r > 0 for r in group) for group in rewards)
+    failed = sum(any(r is None for r in group) for group in rewards)
+    all_wrong = sum(all(r is not None and r <= 0 for r in group) for group in rewards)
+    reasons = {reason: sum(d.reason == reason for d in batch.dropped) for reason in {d.reason for d in batch.dropped}}
+    return (
+        f"no group survived selection after {batch.rounds} rounds: {len(groups)} groups, {all_right} all-right, "
+        f"{all_wrong} all-wrong, {failed} with failures; reasons {reasons}. Change the task's difficulty, raise "
+        "batch.group_size or selection.max_rounds, or turn selection.drop_equal_rewards off; the last checkpoint is intact"
+    )

@@ -1,0 +1,62 @@
+"""The RL loop: act, judge, score, credit, learn, publish, record."""
+
+from megatrl.algorithms.advantages import estimate_advantages
+from megatrl.batching.flatten import flatten_groups
+from megatrl.batching.packing import attach_old_logprobs, pack
+from megatrl.orchestration.progress import Progress
+from megatrl.orchestration.run import Run
+
+
+def train(run: Run) -> Progress:
+    """Alternates rollouts and policy updates until `train.num_steps` steps are done.
+
+    Only `rollout`, `actor` and `scorers` touch devices; each call is collective over that role's
+    processes and returns when all have answered. Everything under "credit" is pure driver code over
+    whole prompt groups, before any sharding.
+    """
+    config, actor = run.config, run.actor
+    progress = run.checkpoints.restore_latest(run)
+    run.weight_sync.publish(progress.policy_version)
+    if progress.step == 0 and config.evaluation.is_due(0):
+        run.observe.baseline(run.evaluator.run(progress))
+
+    while progress.step < config.train.num_steps:
+        step = progress.step + 1
+        with run.observe.step(step) as record:
+            # Act and judge: play every episode to its end under one policy version, reward outcomes.
+            with record.span("act"), run.devices.lend_to_rollout():
+                batch = run.rollout.fill(run.prompts, progress.policy_version)
+
+            with run.devices.lend_to_actor():
+                # Score: the frozen models read the trajectories; no gradients here.
+                with record.span("score"):
+                    scores = run.scorers.score(batch.kept)
+                    reference_logprobs = run.scorers.reference_logprobs(batch.kept)
+
+                # Credit: rewards -> advantages -> packed batch with one global denominator.
+                with record.span("credit"):
+                    estimate = estimate_advantages(batch.kept, scores, **run.credit)
+                    samples = flatten_groups(batch.kept, estimate.per_turn, reference_logprobs)
+                    packed = pack(samples, num_data_ranks=actor.num_data_ranks, **run.packing)
+
+                # Learn: freeze the old policy's logprobs, then take the optimizer steps.
+                with record.span("learn"):
+                    old_logprobs = actor.logprobs(packed)
+                    run.mismatch.check(progress, packed, old_logprobs)
+                    update = actor.update(attach_old_logprobs(packed, old_logprobs), step)
+
+            # Publish: the next rollouts come from the weights just trained, proven to be there.
+            with record.span("publish"):
+                progress = progress.advance(
+                    optimizer_steps=update.optimizer_steps, prompt_position=run.prompts.position
+                )
+                run.weight_sync.publish(progress.policy_version)
+
+            # Record: every trajectory, dropped ones too; then checkpoint and evaluate where due.
+            record.trajectories(batch, scores, estimate)
+            record.metrics(batch, estimate, run.mismatch, update)
+            if config.checkpoint.is_due(step) or step == config.train.num_steps:
+                run.checkpoints.save(run, progress)
+            if config.evaluation.is_due(step):
+                record.evaluation(run.evaluator.run(progress))
+    return progress

@@ -1,0 +1,122 @@
+"""What one rank does: the actor, the frozen scorers beside it, publishing and checkpoints.
+
+A plain class: Ray starts one for each rank, torchrun can do the same, tests use it in one process.
+Every method is collective: all ranks call it together and in the same order.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from megatrl.actor.worker import ActorWorker, UpdateResult, WorkerSpec
+from megatrl.checkpoint.actor_state import load_actor_state, save_actor_state
+from megatrl.checkpoint.hf_export import export_hf_directory
+from megatrl.config.credit import LossConfig
+from megatrl.config.engines import OptimizerConfig, PublishConfig
+from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import FloatArray, PackedBatch
+from megatrl.mcore.queries import target_logprobs
+from megatrl.rollout.control import ServerControl
+from megatrl.scoring.meter_model import MeterModel
+from megatrl.scoring.weight_swap import FrozenWeights
+from megatrl.weight_sync.publisher import Publisher
+
+FrozenRole = Literal["reference", "meter"]
+
+
+class RankWorker:
+    """One rank of the actor with everything that shares its process groups."""
+
+    def __init__(self, spec: WorkerSpec, log_path: str) -> None:
+        logging.basicConfig(
+            filename=log_path, level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s"
+        )
+        self._spec = spec
+        self._actor: ActorWorker | None = None
+        self._reference: FrozenWeights | None = None
+        self._meter: MeterModel | None = None
+        self._publisher: Publisher | None = None
+
+    @property
+    def actor(self) -> ActorWorker:
+        assert self._actor is not None, "initialize comes first"
+        return self._actor
+
+    def initialize(self) -> int:
+        """Joins the process groups and builds the model; returns this rank's place in data parallelism.
+
+        Apart from __init__, so that a LayoutError or ModelError reaches the driver as itself.
+        """
+        if self._actor is None:
+            self._actor = ActorWorker(self._spec)
+        return self._actor.layout.data_rank
+
+    def load_policy(self, model_path: str, optimizer: OptimizerConfig, num_steps: int) -> None:
+        """Replaces the policy by a Hugging Face directory and starts a fresh optimizer."""
+        self.actor.load_hf(model_path)
+        self.actor.reset_optimizer(optimizer, num_steps=num_steps)
+
+    def logprobs(self, batch: PackedBatch, temperature: float) -> dict[int, FloatArray]:
+        return self.actor.logprobs(batch, temperature=temperature)
+
+    def update(
+        self, batch: PackedBatch, loss: LossConfig | Literal["supervised"], temperature: float, step: int
+    ) -> UpdateResult:
+        return self.actor.update(batch, loss, temperature=temperature, step=step)
+
+    def freeze_reference(self) -> str:
+        """Keeps a host copy of the present policy as the reference; returns its identity hash."""
+        self._reference = FrozenWeights.capture(self.actor.models)
+        return self._reference.identity
+
+    def load_meter(self, path: str) -> str:
+        """Builds the meter on this rank's process groups; returns its identity hash."""
+        self._meter = MeterModel(path, layout=self.actor.layout, actor=self._spec.actor)
+        return self._meter.identity
+
+    def frozen_logprobs(
+        self, role: FrozenRole, queries: Sequence[Sequence[PackedQueries]], temperature: float
+    ) -> list[FloatArray]:
+        """Log-probabilities that a frozen model gives to this data rank's queries, [Q] for each.
+
+        `queries[d]` belongs to data-parallel rank d; all have the same length.
+        """
+        mine = queries[self.actor.layout.data_rank]
+        if role == "meter":
+            assert self._meter is not None, "load_meter comes first"
+            return self._meter.target_logprobs(mine, temperature=temperature)
+        assert self._reference is not None, "freeze_reference comes first"
+        with self._reference.swapped_into(self.actor.models):
+            return target_logprobs(self.actor.models, self.actor.layout, mine, temperature=temperature)
+
+    def connect_servers(self, urls: Sequence[str], config: PublishConfig, model_path: str) -> None:
+        """Rank 0 talks to the servers; the others only take part in gathering."""
+        controls = [ServerControl(url) for url in urls] if self._spec.rank == 0 else []
+        self._publisher = Publisher(config, controls, model_path=model_path)
+
+    def publish(self, policy_version: int) -> dict[str, float]:
+        """Moves the present weights into every server; returns metrics on rank 0."""
+        assert self._publisher is not None, "connect_servers comes first"
+        return self._publisher.publish(self.actor.iter_hf_weights(), policy_version)
+
+    def save_checkpoint(self, directory: str) -> None:
+        save_actor_state(self.actor, Path(directory))
+
+    def load_checkpoint(self, directory: str) -> None:
+        load_actor_state(self.actor, Path(directory))
+
+    def save_hf(self, directory: str, source: str) -> None:
+        """Writes the policy as a Hugging Face directory; tokenizer and templates come from `source`."""
+        export_hf_directory(
+            self.actor.iter_hf_weights(), source=Path(source), out=Path(directory), is_writer=self._spec.rank == 0
+        )
+
+    def parameter_hash(self) -> str:
+        return self.actor.parameter_hash()
+
+    def release_memory(self) -> None:
+        self.actor.offload()
+
+    def resume_memory(self) -> None:
+        self.actor.onload()
