@@ -30,7 +30,7 @@ class PackedQueries:
             raise ScoringError(f"cu_seqlens must grow, got {self.cu_seqlens.tolist()}: an empty sequence has no row")
         if self.rows.shape != self.targets.shape:
             raise ScoringError(f"{len(self.rows)} rows but {len(self.targets)} targets; each question needs both")
-        if len(self.rows) and not (0 <= int(self.rows.min()) and int(self.rows.max()) < length):
+        if len(self.rows) and not (int(self.rows.min()) >= 0 and int(self.rows.max()) < length):
             raise ScoringError(f"rows must lie in [0, {length}), got {int(self.rows.min())}..{int(self.rows.max())}")
 
     @property

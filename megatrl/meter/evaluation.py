@@ -1,0 +1,92 @@
+"""How good a meter is: its forecasts against what happened. Pure functions, float64."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatrl.data.samples import FloatArray
+from megatrl.data.scores import Forecast
+from megatrl.meter.labels import MeterLabel
+
+
+def evaluate_forecasts(forecasts: Sequence[Forecast], labels: Sequence[MeterLabel]) -> dict[str, float]:
+    """Valid rate, accuracy of the bit by class, AUC, error and rank correlation of tokens to go, collapse.
+
+    Invalid forecasts count as wrong bits; numbers are compared where both sides say completion. A
+    metric without the cases it needs is left out instead of being a made-up value.
+    """
+    if len(forecasts) != len(labels) or not labels:
+        raise ValueError(f"{len(forecasts)} forecasts for {len(labels)} labels; give one for each and at least one")
+    metrics = {"valid_rate": float(np.mean([f.is_valid for f in forecasts]))}
+    right = [f.is_valid and f.completion == label.completion for f, label in zip(forecasts, labels, strict=True)]
+    metrics["bit_accuracy"] = float(np.mean(right))
+    for name, wanted in (("success", True), ("failure", False)):
+        of_class = [r for r, label in zip(right, labels, strict=True) if label.completion == wanted]
+        if of_class:
+            metrics[f"bit_accuracy_{name}"] = float(np.mean(of_class))
+    valid = [(f, label) for f, label in zip(forecasts, labels, strict=True) if f.is_valid]
+    auc = area_under_curve([f.completion_prob for f, _ in valid], [label.completion for _, label in valid])
+    if auc is not None:
+        metrics["bit_auc"] = auc
+    if valid:
+        # Near 1 or 0 while the labels are mixed: the meter has collapsed to one class.
+        metrics["failure_forecast_rate"] = float(np.mean([not f.completion for f, _ in valid]))
+    pairs = [
+        (f.tokens_to_go, float(label.tokens_to_go))
+        for f, label in valid
+        if f.completion and label.tokens_to_go is not None
+    ]
+    if pairs:
+        metrics["median_abs_log_error"] = float(np.median([abs(math.log((1 + a) / (1 + b))) for a, b in pairs]))
+        correlation = spearman([a for a, _ in pairs], [b for _, b in pairs])
+        if correlation is not None:
+            metrics["spearman"] = correlation
+    return metrics
+
+
+def area_under_curve(scores: Sequence[float], labels: Sequence[bool]) -> float | None:
+    """Probability that a random positive scores above a random negative, ties 1/2; None without both."""
+    ranks = average_ranks(scores)
+    positives = np.asarray(labels, dtype=np.bool_)
+    num_positive, num_negative = int(positives.sum()), int((~positives).sum())
+    if not num_positive or not num_negative:
+        return None
+    return float((ranks[positives].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative))
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson correlation of the average ranks; None where one side does not vary."""
+    return pearson(average_ranks(first), average_ranks(second))
+
+
+def pearson(first: Sequence[float] | FloatArray, second: Sequence[float] | FloatArray) -> float | None:
+    """Linear correlation; None for fewer than two pairs or where one side does not vary."""
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if len(one) < 2:
+        return None
+    one, other = one - one.mean(), other - other.mean()
+    scale = math.sqrt(float((one**2).sum()) * float((other**2).sum()))
+    return float((one * other).sum()) / scale if scale > 0 else None
+
+
+def progress_length_correlation(
+    signals: Sequence[Sequence[float]], num_action_tokens: Sequence[Sequence[int]]
+) -> float | None:
+    """Correlation of the step signal Delta_k with the action's own length n_k, pooled over trajectories.
+
+    On a perfectly predicted success Delta_k = n_k: near 1 means that credit follows length, not progress.
+    """
+    flat_signals = [value for trajectory in signals for value in trajectory]
+    flat_lengths = [float(value) for trajectory in num_action_tokens for value in trajectory]
+    if len(flat_signals) != len(flat_lengths):
+        raise ValueError(f"{len(flat_signals)} step signals for {len(flat_lengths)} actions; give one for each")
+    return pearson(flat_signals, flat_lengths)
+
+
+def average_ranks(values: Sequence[float] | FloatArray) -> FloatArray:
+    """Ranks from 1; equal values share the mean of their ranks."""
+    array = np.asarray(values, dtype=np.float64)
+    _, inverse, counts = np.unique(array, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return ((ends - counts + 1 + ends) / 2)[inverse]

@@ -1,0 +1,186 @@
+"""The independent backend: every branch is a sequence of its own, prefix and branch together.
+
+It needs nothing but a plain causal forward pass, so it is the oracle of the other backends, and fine
+for short trajectories. Cost: sum over boundaries of (prefix + branch) tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import FloatArray
+from megatrl.errors import ScoringError
+from megatrl.scoring.branches import TrunkLogprobs, TrunkQuery
+
+
+class QueryRunner(Protocol):
+    """Runs a frozen model over packed queries: one array [Q] of logprobs for each of them, in order."""
+
+    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> Sequence[FloatArray]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryPlan:
+    """Packed queries, and where in their results each wanted logprob will be."""
+
+    packed: tuple[PackedQueries, ...]
+    places: dict[tuple[int, int, int, int, int], tuple[int, int]]
+    """(query, boundary, branch, position, target) -> (packed query, question)."""
+    num_sequences: int  # after merging identical ones
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sequence:
+    tokens: np.ndarray
+    questions: dict[tuple[int, int], list[tuple[int, int, int, int, int]]]  # (row, target) -> who asked
+
+
+def plan_queries(queries: Sequence[TrunkQuery], *, microbatch_tokens: int) -> QueryPlan:
+    """Lay out every (prefix, branch) once and pack the sequences, longest first, into microbatches.
+
+    Identical sequences are merged, also across queries. The row of a target is the index of the token
+    *before* it. A sequence longer than `microbatch_tokens` gets a microbatch of its own; nothing is cut.
+    """
+    sequences: dict[bytes, _Sequence] = {}
+    for q, query in enumerate(queries):
+        trunk = np.asarray(query.trunk, dtype=np.int64)
+        for b, (boundary, branches) in enumerate(zip(query.boundaries, query.branches, strict=True)):
+            for n, branch in enumerate(branches):
+                tokens = np.concatenate([trunk[:boundary], np.asarray(branch.tokens, dtype=np.int64)])
+                key = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+                sequence = sequences.setdefault(key, _Sequence(tokens=tokens, questions={}))
+                for j, targets in enumerate(branch.targets):
+                    for i, target in enumerate(targets):
+                        question = (boundary + j - 1, target)
+                        sequence.questions.setdefault(question, []).append((q, b, n, j, i))
+
+    packed: list[PackedQueries] = []
+    places: dict[tuple[int, int, int, int, int], tuple[int, int]] = {}
+    for group in _pack(sorted(sequences.values(), key=lambda s: -len(s.tokens)), microbatch_tokens):
+        offset, starts, rows, targets = 0, [0], [], []
+        for sequence in group:
+            for (row, target), askers in sequence.questions.items():
+                places.update(dict.fromkeys(askers, (len(packed), len(rows))))
+                rows.append(offset + row)
+                targets.append(target)
+            offset += len(sequence.tokens)
+            starts.append(offset)
+        packed.append(
+            PackedQueries(
+                tokens=np.concatenate([sequence.tokens for sequence in group]),
+                cu_seqlens=np.asarray(starts, dtype=np.int64),
+                rows=np.asarray(rows, dtype=np.int64),
+                targets=np.asarray(targets, dtype=np.int64),
+            )
+        )
+    num_tokens = sum(len(p.tokens) for p in packed)
+    return QueryPlan(packed=tuple(packed), places=places, num_sequences=len(sequences), num_tokens=num_tokens)
+
+
+def _pack(sequences: Sequence[_Sequence], microbatch_tokens: int) -> list[list[_Sequence]]:
+    groups: list[list[_Sequence]] = []
+    used = 0
+    for sequence in sequences:
+        if not groups or used + len(sequence.tokens) > microbatch_tokens:
+            groups.append([])
+            used = 0
+        groups[-1].append(sequence)
+        used += len(sequence.tokens)
+    return groups
+
+
+def unpack(queries: Sequence[TrunkQuery], plan: QueryPlan, results: Sequence[FloatArray]) -> tuple[TrunkLogprobs, ...]:
+    """Logprobs in the nesting of `queries`. Raises ScoringError when results are short, positive or NaN."""
+    if len(results) != len(plan.packed):
+        raise ScoringError(f"the scorer answered {len(results)} of {len(plan.packed)} packed queries")
+    for index, (packed, result) in enumerate(zip(plan.packed, results, strict=True)):
+        if np.shape(result) != (packed.num_questions,):
+            raise ScoringError(
+                f"packed query {index} has {packed.num_questions} questions but its result has shape {np.shape(result)}"
+            )
+        bad = ~np.isfinite(result) | (np.asarray(result) > 1e-6)
+        if bad.any():
+            raise ScoringError(
+                f"the scorer returned {int(bad.sum())} unusable logprobs of {len(bad)} in packed query {index}, "
+                f"first {float(np.asarray(result)[bad][0])!r}; a logprob is finite and <= 0. "
+                "Check the frozen weights and the numerics of the model"
+            )
+
+    def value(*place: int) -> float:
+        packed, question = plan.places[place]  # type: ignore[index]
+        return min(float(results[packed][question]), 0.0)
+
+    return tuple(
+        tuple(
+            tuple(
+                tuple(
+                    tuple(value(q, b, n, j, i) for i in range(len(targets))) for j, targets in enumerate(branch.targets)
+                )
+                for n, branch in enumerate(branches)
+            )
+            for b, branches in enumerate(query.branches)
+        )
+        for q, query in enumerate(queries)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndependentBackend:
+    """A BranchBackend over a QueryRunner."""
+
+    runner: QueryRunner
+    microbatch_tokens: int
+    temperature: float = 1.0
+
+    def score(self, queries: Sequence[TrunkQuery]) -> tuple[TrunkLogprobs, ...]:
+        """One TrunkLogprobs for each query. Collective over the runner's workers; no queries, no call."""
+        plan = plan_queries(queries, microbatch_tokens=self.microbatch_tokens)
+        results = self.runner(plan.packed, temperature=self.temperature) if plan.packed else ()
+        return unpack(queries, plan, results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShares:
+    """Packed queries split over data-parallel ranks, the same number for each.
+
+    Every rank takes part in the same collectives (expert parallelism crosses data-parallel ranks),
+    so shorter shares are filled with one-token queries whose results are dropped.
+    """
+
+    shares: tuple[tuple[PackedQueries, ...], ...]  # [rank][microbatch]
+    indices: tuple[tuple[int, ...], ...]  # [rank][microbatch] into the original order; -1 is filling
+
+    def merge(self, results: Sequence[Sequence[FloatArray]]) -> list[FloatArray]:
+        """Results [rank][microbatch] back in the original order."""
+        merged: dict[int, FloatArray] = {}
+        for rank_indices, rank_results in zip(self.indices, results, strict=True):
+            for index, result in zip(rank_indices, rank_results, strict=True):
+                if index >= 0:
+                    merged[index] = result
+        return [merged[index] for index in range(len(merged))]
+
+
+_FILLING = PackedQueries(
+    tokens=np.zeros(1, dtype=np.int64),
+    cu_seqlens=np.asarray([0, 1], dtype=np.int64),
+    rows=np.zeros(1, dtype=np.int64),
+    targets=np.zeros(1, dtype=np.int64),
+)
+
+
+def share_over_ranks(packed: Sequence[PackedQueries], num_ranks: int) -> RankShares:
+    """Deal packed queries to ranks by falling size, there and back, so that the shares are alike."""
+    order = sorted(range(len(packed)), key=lambda index: -len(packed[index].tokens))
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for place, index in enumerate(order):
+        lap, seat = divmod(place, num_ranks)
+        dealt[seat if lap % 2 == 0 else num_ranks - 1 - seat].append(index)
+    most = max(len(share) for share in dealt)
+    indices = tuple(tuple(share + [-1] * (most - len(share))) for share in dealt)
+    shares = tuple(tuple(packed[index] if index >= 0 else _FILLING for index in share) for share in indices)
+    return RankShares(shares=shares, indices=indices)
