@@ -1,0 +1,1 @@
+"""Rollouts: SGLang server processes, a client that samples from them, episodes and their collector."""
