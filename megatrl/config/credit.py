@@ -1,8 +1,8 @@
 """Sections of the credit rules. Formulas: docs/algorithms.md; defaults are the papers' settings."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatrl.config.section import Section
 
@@ -32,7 +32,7 @@ class DeltaTTGCredit(Section):
     """Share of the uniform distribution mixed into the step shares."""
     max_multiplier: float = Field(default=5.0, ge=1)
     """Cap M on a token's multiplier; 1 is GRPO."""
-    failure_cost: float | Literal["auto"] = "auto"
+    failure_cost: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Cost C in tokens of a state forecast to fail; auto = 1.25 x the 99th percentile of the meter's
     training labels, read from the frozen meter."""
     failure_cost_scale: float = Field(default=1.0, gt=0)
@@ -42,6 +42,8 @@ class DeltaTTGCredit(Section):
     """Cost of the state after the last action."""
     sign_aware: bool = True
     """False uses progress weights for negative advantages too."""
+    softmax_temperature: float | None = Field(default=None, gt=0)
+    """Shares by softmax of the signal at this temperature, in its unit; null is proportional to it."""
     spread: Literal["broadcast", "divide"] = "broadcast"
     cost_transform: Literal["identity", "log1p"] = "identity"
     parse_failure: Literal["failure_cost", "carry"] = "failure_cost"
@@ -49,6 +51,15 @@ class DeltaTTGCredit(Section):
     """Subtract the action's own tokens from the step signal (diagnostic, not in the paper)."""
     max_parse_failure_rate: float = Field(default=0.02, ge=0, le=1)
     """The run stops above this share of unparseable meter answers in one step."""
+
+    @model_validator(mode="after")
+    def _net_of_spent_counts_tokens(self) -> Self:
+        if self.net_of_spent and (self.target != "ttg" or self.cost_transform != "identity"):
+            raise ValueError(
+                f"net_of_spent subtracts tokens, but target={self.target} with cost_transform={self.cost_transform} "
+                "is not in tokens; use target: ttg with cost_transform: identity, or turn net_of_spent off"
+            )
+        return self
 
 
 class TraceCredit(Section):
