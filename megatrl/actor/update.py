@@ -1,0 +1,149 @@
+"""One optimizer step for each minibatch: forward, backward, check, clip, step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatrl.actor.optimizer import optimizer_step, zero_gradients
+from megatrl.algorithms.objective import policy_objective
+from megatrl.algorithms.policy_losses import LossOutput, supervised_loss
+from megatrl.config.credit import LossConfig
+from megatrl.data.samples import Microbatch, Minibatch
+from megatrl.errors import NonFiniteError, TrajectoryError
+from megatrl.mcore.layout import Layout
+from megatrl.mcore.logprobs import pair_logprobs
+from megatrl.mcore.model import CausalModel
+from megatrl.mcore.packing import pack_tokens
+from megatrl.mcore.schedule import forward_backward
+
+LossChoice = LossConfig | Literal["supervised"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What the optimizer steps of one loop step did; the same on every rank."""
+
+    metrics: Mapping[str, float]
+    """Means over the optimizer steps taken: the loss's own metrics, `loss`, `grad_norm`; also
+    `grad_norm_max`, `lr`, `optimizer_steps` and `skipped_minibatches`."""
+    num_optimizer_steps: int
+    num_skipped_minibatches: int  # without any action token, so there was nothing to learn from
+
+
+def minibatch_gradients(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    layout: Layout,
+    minibatch: Minibatch,
+    loss: LossChoice,
+    *,
+    temperature: float,
+) -> dict[str, float]:
+    """Leaves the minibatch's summed gradient in the buffers; returns its metrics on every rank.
+
+    Collective over all ranks. Raises NonFiniteError on all of them when the loss is not finite.
+    """
+    if len(minibatch.microbatches) != layout.data:
+        raise TrajectoryError(
+            f"the minibatch is packed for {len(minibatch.microbatches)} data-parallel ranks, the layout has {layout.data}"
+        )
+    microbatches = minibatch.microbatches[layout.data_rank]
+    packs = [pack_tokens(m.tokens, m.cu_seqlens, layout) for m in microbatches]
+    zero_gradients(models, optimizer)
+
+    def microbatch_loss(model: CausalModel, hidden: Tensor, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        output = _loss_of(model, hidden, microbatches[index], minibatch, loss, temperature)
+        return output.loss, output.metrics
+
+    metrics = forward_backward(models, layout, packs, microbatch_loss)
+    if not math.isfinite(metrics["loss"]):
+        raise NonFiniteError(
+            f"the loss of a minibatch with {minibatch.num_action_tokens} action tokens is {metrics['loss']}; the step "
+            "is not taken. Check advantages and old_logprobs of the batch, then precision and learning rate"
+        )
+    return metrics
+
+
+def take_minibatches(
+    models: Sequence[torch.nn.Module],
+    optimizer: Any,
+    layout: Layout,
+    minibatches: Sequence[Minibatch],
+    loss: LossChoice,
+    *,
+    temperature: float,
+    lr: float,
+    clip_grad_norm: float,
+) -> UpdateResult:
+    """Takes one optimizer step for each minibatch that has an action token. Collective over all ranks."""
+    steps: list[dict[str, float]] = []
+    num_skipped = 0
+    for minibatch in minibatches:
+        if minibatch.num_action_tokens == 0:
+            num_skipped += 1
+            continue
+        metrics = minibatch_gradients(models, optimizer, layout, minibatch, loss, temperature=temperature)
+        grad_norm = optimizer_step(models, optimizer, layout, lr=lr, clip_grad_norm=clip_grad_norm)
+        steps.append({**metrics, "grad_norm": grad_norm})
+    means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else {})}
+    counts = {"lr": lr, "optimizer_steps": float(len(steps)), "skipped_minibatches": float(num_skipped)}
+    peak = {"grad_norm_max": max(step["grad_norm"] for step in steps)} if steps else {}
+    return UpdateResult(
+        metrics={**means, **peak, **counts}, num_optimizer_steps=len(steps), num_skipped_minibatches=num_skipped
+    )
+
+
+def _loss_of(
+    model: CausalModel,
+    hidden: Tensor,
+    microbatch: Microbatch,
+    minibatch: Minibatch,
+    loss: LossChoice,
+    temperature: float,
+) -> LossOutput:
+    """The loss of one microbatch on the last stage. A filler's is 0 with a gradient of 0."""
+    needs_entropy = isinstance(loss, LossConfig) and loss.entropy_coefficient > 0
+    logprobs_T, entropies_T = _action_logprobs(model, hidden, microbatch, temperature, with_entropy=needs_entropy)
+    arrays = {name: torch.from_numpy(a).float().to(hidden.device) for name, a in microbatch.per_token.items()}
+    mask_T = torch.from_numpy(microbatch.action_mask).to(hidden.device)
+    if not isinstance(loss, LossConfig):
+        return supervised_loss(
+            logprobs_T, mask_T, loss_denominator=minibatch.loss_denominator, loss_weights_T=arrays.get("loss_weights")
+        )
+    if missing := {"advantages", "behavior_logprobs", "old_logprobs"} - set(arrays):
+        raise TrajectoryError(f"the batch lacks {', '.join(sorted(missing))}; attach_old_logprobs comes before update")
+    return policy_objective(
+        loss,
+        logprobs_T=logprobs_T,
+        old_logprobs_T=arrays["old_logprobs"],
+        behavior_logprobs_T=arrays["behavior_logprobs"],
+        advantages_T=arrays["advantages"],
+        action_mask_T=mask_T,
+        cu_seqlens=torch.from_numpy(microbatch.cu_seqlens).to(hidden.device),
+        loss_denominator=minibatch.loss_denominator,
+        num_action_tokens=float(minibatch.num_action_tokens),
+        loss_weights_T=arrays.get("loss_weights"),
+        reference_logprobs_T=arrays.get("reference_logprobs"),
+        entropies_T=entropies_T,
+    )
+
+
+def _action_logprobs(
+    model: CausalModel, hidden: Tensor, microbatch: Microbatch, temperature: float, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns logprobs (and entropies) [T], 0 outside the action mask; only its rows are projected.
+
+    Both depend on the hidden states even in a filler, so that its backward pass takes place.
+    """
+    positions = torch.from_numpy(microbatch.action_mask).to(hidden.device).nonzero()[:, 0]
+    targets = torch.from_numpy(microbatch.tokens).to(hidden.device)[positions]
+    logprobs, entropies = pair_logprobs(
+        model, hidden, positions - 1, targets, temperature=temperature, with_entropy=with_entropy
+    )
+    empty_T = hidden.new_zeros(len(microbatch.tokens), dtype=torch.float32)
+    logprobs_T = empty_T.index_put((positions,), logprobs)
+    return logprobs_T, None if entropies is None else empty_T.index_put((positions,), entropies)

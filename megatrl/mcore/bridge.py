@@ -1,0 +1,176 @@
+"""Hugging Face weights into and out of Megatron models, by our own map (`weight_map.py`).
+
+mbridge 0.15.1 runs too, but keeps silent about tensors it did not use or fill, copies a padded
+vocabulary only with its own model builder, and asks all ranks by pickled object for every tensor.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatrl.config.model_shape import ModelShape
+from megatrl.errors import ModelError
+from megatrl.mcore.model import CausalModel, padded_vocab_size, unwrap
+from megatrl.mcore.safetensors_reader import SafetensorsReader
+from megatrl.mcore.weight_map import (
+    EMBEDDING,
+    HF_EMBEDDING,
+    HF_OUTPUT,
+    OUTPUT,
+    WeightRule,
+    cut,
+    fuse,
+    global_name,
+    hf_tensor_shape,
+    join,
+    unfuse,
+    weight_rules,
+)
+
+
+def load_hf_weights(models: Sequence[torch.nn.Module], path: str | Path) -> None:
+    """Fills every parameter of this rank from the Hugging Face files in `path`; no communication.
+
+    Parameters are NaN first, so that one left out cannot pass. Raises ModelError, naming tensors, for
+    files with missing, unknown or wrongly shaped tensors and for a parameter not written exactly once.
+    An optimizer with master weights must reload them afterwards (`ActorWorker.load_hf` does).
+    """
+    (model,) = (unwrap(m) for m in models)
+    shape = model.shape
+    targets = _named_parameters(model)
+    rules = {rule.megatron_name: rule for rule in _rules_with_tied_output(shape)}
+    if unknown := sorted(set(targets) - set(rules)):
+        raise ModelError(f"no weight rule for the Megatron parameters {unknown[:5]}; add them to mcore/weight_map.py")
+    with torch.no_grad(), SafetensorsReader(path) as reader:
+        _check_names(reader.names, shape, path)
+        for parameter in targets.values():
+            parameter.fill_(float("nan"))
+        for name, parameter in targets.items():
+            _load_parameter(parameter, rules[name], reader, shape)
+    if unwritten := sorted(name for name, parameter in targets.items() if bool(parameter.isnan().any())):
+        raise ModelError(f"NaN after loading {path} in {unwritten[:5]}: the files hold NaN or a part was not written")
+
+
+def iter_hf_weights(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, full tensor) of the whole model, in one pass and one fixed order.
+
+    Collective over all ranks, and every rank must run it to the end: each gets every tensor, on its
+    device, trimmed to vocab_size, experts one by one. Tied models have no lm_head. A tensor may share
+    memory with the live parameter, so copy what outlives the next optimizer step.
+    """
+    (model,) = (unwrap(m) for m in models)
+    shape = model.shape
+    parameters = _named_parameters(model)
+    for rule in weight_rules(shape):
+        full = _gathered(rule, parameters, shape)
+        tensors: Sequence[Tensor | None] = [None] * len(rule.hf_names) if full is None else unfuse(rule, full, shape)
+        for name, tensor in zip(rule.hf_names, tensors, strict=True):
+            yield name, _from_owning_stage(rule, name, tensor, model)
+
+
+def _named_parameters(model: CausalModel) -> dict[str, Tensor]:
+    """Returns this rank's parameters under global names; a name that occurs twice is an error."""
+    layers_here = len(model.decoder.layers)
+    experts_here = model.shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts_here
+    named: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        full_name = global_name(name, first_layer=first_layer, first_expert=first_expert)
+        if full_name in named:
+            raise ModelError(f"two parameters are called {full_name}; the second is {name}")
+        named[full_name] = parameter
+    return named
+
+
+def _rules_with_tied_output(shape: ModelShape) -> Iterator[WeightRule]:
+    """The rules, and for a tied model also the last stage's own copy of the embedding."""
+    for rule in weight_rules(shape):
+        yield rule
+        if shape.tie_word_embeddings and rule.megatron_name == EMBEDDING:
+            yield WeightRule(
+                megatron_name=OUTPUT, hf_names=(HF_EMBEDDING,), fusion="vocab", split_dim=0, layer=None, expert=None
+            )
+
+
+def _check_names(present: frozenset[str], shape: ModelShape, path: str | Path) -> None:
+    expected = {name for rule in weight_rules(shape) for name in rule.hf_names}
+    # a tied checkpoint may store lm_head as well; rotary tables are derived, old files store them
+    ignored = {HF_OUTPUT} if shape.tie_word_embeddings else set()
+    unknown = {name for name in present - expected - ignored if not name.endswith(".rotary_emb.inv_freq")}
+    missing = expected - present
+    if missing or unknown:
+        raise ModelError(
+            f"the weights in {path} do not match its config.json: {len(missing)} missing {sorted(missing)[:4]}, "
+            f"{len(unknown)} unknown {sorted(unknown)[:4]}"
+        )
+
+
+def _load_parameter(parameter: Tensor, rule: WeightRule, reader: SafetensorsReader, shape: ModelShape) -> None:
+    tensors = []
+    for name in rule.hf_names:
+        tensor, expected = reader.read(name), hf_tensor_shape(shape, name)
+        if tuple(tensor.shape) != expected:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {expected}")
+        tensors.append(tensor.to(parameter.dtype))
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    full = fuse(rule, tensors, shape, padded_vocab=padded_vocab_size(shape, num_ranks))
+    part = cut(rule, full, num_ranks=num_ranks, rank=parallel_state.get_tensor_model_parallel_rank())
+    if part.shape != parameter.shape:
+        raise ModelError(f"{rule.megatron_name} has shape {tuple(parameter.shape)} here, its part {tuple(part.shape)}")
+    parameter.copy_(part)
+
+
+def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor | None:
+    """Returns the full parameter on the stage that owns it, None on the others."""
+    if _owning_stage(rule, shape) != parallel_state.get_pipeline_model_parallel_rank():
+        return None
+    if rule.expert is not None:
+        return _expert_from_owner(rule, rule.expert, parameters, shape)
+    parameter = parameters[rule.megatron_name].detach()
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if rule.split_dim is None or num_ranks == 1:
+        return parameter
+    parts = [torch.empty_like(parameter) for _ in range(num_ranks)]
+    dist.all_gather(parts, parameter.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return join(rule, parts)
+
+
+def _expert_from_owner(rule: WeightRule, expert: int, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor:
+    num_ranks = parallel_state.get_expert_model_parallel_world_size()
+    if num_ranks == 1:
+        return parameters[rule.megatron_name].detach()
+    owner = expert // (shape.num_experts // num_ranks)
+    if rule.megatron_name in parameters:
+        tensor = parameters[rule.megatron_name].detach().contiguous()
+    else:
+        rows, columns = hf_tensor_shape(shape, rule.hf_names[0])
+        anchor = next(iter(parameters.values()))
+        tensor = torch.empty(len(rule.hf_names) * rows, columns, dtype=anchor.dtype, device=anchor.device)
+    group = parallel_state.get_expert_model_parallel_group()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+    return tensor
+
+
+def _from_owning_stage(rule: WeightRule, name: str, tensor: Tensor | None, model: CausalModel) -> Tensor:
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        assert tensor is not None, "the only stage owns every tensor"
+        return tensor
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if tensor is None:
+        anchor = next(model.parameters())
+        tensor = torch.empty(hf_tensor_shape(model.shape, name), dtype=anchor.dtype, device=anchor.device)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=dist.get_global_rank(group, _owning_stage(rule, model.shape)), group=group)
+    return tensor
+
+
+def _owning_stage(rule: WeightRule, shape: ModelShape) -> int:
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if rule.layer is not None:
+        return rule.layer // (shape.num_layers // num_stages)
+    return 0 if rule.megatron_name == EMBEDDING else num_stages - 1

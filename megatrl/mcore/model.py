@@ -1,0 +1,203 @@
+"""Qwen3, Qwen3-MoE and Llama-3 as Megatron GPT models; the last stage ends in hidden states, not logits."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatrl.config.engines import Precision
+from megatrl.config.model_shape import ModelShape
+from megatrl.mcore.attention import PackedCausalAttention
+from megatrl.mcore.layout import Layout
+from megatrl.mcore.norm import RMSNorm
+
+Recompute = Literal["none", "full", "selective"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class CausalModel(GPTModel):
+    """A GPTModel whose last stage returns the final hidden states instead of all logits.
+
+    Only the positions that carry weight are projected to the vocabulary, in `mcore/logprobs.py`: the
+    full [T, vocabulary] logits of a multi-turn pack would not fit. `shape` says what it was built from.
+    """
+
+    shape: ModelShape
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """Returns this tensor rank's rows of the output projection, [padded vocabulary / TP, hidden]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
+    """Returns the rows of embedding and output layer: vocab_size rounded up to a multiple of TP."""
+    return math.ceil(shape.vocab_size / tensor) * tensor
+
+
+def build_model(
+    shape: ModelShape, layout: Layout, *, precision: Precision, recompute: Recompute = "none"
+) -> list[torch.nn.Module]:
+    """Returns this rank's model chunks (one), with weights that still have to be loaded.
+
+    bf16 models are bf16 throughout, without Megatron's Float16Module: that wrapper only casts inputs and
+    outputs, which are token ids and hidden states here. Master weights are the optimizer's.
+    """
+    config = transformer_config(shape, layout, precision=precision, recompute=recompute)
+    model = CausalModel(
+        config,
+        _block_spec(config, shape, layout),
+        vocab_size=padded_vocab_size(shape, layout.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,  # type: ignore[arg-type]  # annotated int, used as a float
+    )
+    model.shape = shape
+    model.rotary_pos_emb.inv_freq = rope_frequencies(shape)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return [model.to(device=layout.torch_device, dtype=DTYPES[precision])]
+
+
+def unwrap(model: torch.nn.Module) -> CausalModel:
+    """Returns the CausalModel inside DistributedDataParallel."""
+    while not isinstance(model, CausalModel):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def shape_of(models: Sequence[torch.nn.Module]) -> ModelShape:
+    return unwrap(models[0]).shape
+
+
+def transformer_config(
+    shape: ModelShape, layout: Layout, *, precision: Precision, recompute: Recompute
+) -> TransformerConfig:
+    """Returns Megatron's configuration of a shape on a layout.
+
+    Fused kernels are on only on CUDA. `calculate_per_token_loss` keeps Megatron from dividing gradients by
+    microbatches or data ranks: the loss already carries its global denominator. The router scores in
+    fp32 and has no auxiliary loss.
+    """
+    on_cuda = layout.device == "cuda"
+    options: dict[str, Any] = {}
+    if shape.is_mixture:
+        options |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.num_experts_per_token,
+            "moe_ffn_hidden_size": shape.expert_ffn_size,
+            "moe_router_load_balancing_type": "none",
+            # top-k first, then softmax over the chosen logits = softmax first, then renormalise
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": on_cuda,
+            "moe_permute_fusion": on_cuda,
+        }
+    if recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "selective":
+        options |= {"recompute_granularity": "selective"}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.has_qk_norm,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=DTYPES[precision],
+        pipeline_dtype=DTYPES[precision],
+        bf16=precision == "bf16",
+        use_cpu_initialization=not on_cuda,
+        perform_initialization=True,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=on_cuda,
+        gradient_accumulation_fusion=False,  # needs Apex
+        persist_layer_norm=False,
+        batch_p2p_sync=on_cuda,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.sequence_parallel,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it even in a dense model
+        **options,
+    )
+
+
+def rope_frequencies(shape: ModelShape) -> Tensor:
+    """Returns the rotary frequencies, [head_dim / 2] fp32, exactly as transformers computes them.
+
+    Megatron's own scaling fixes low_freq_factor, high_freq_factor and original positions at 1, 4 and
+    8192, so the values of other checkpoints would silently be ignored.
+    """
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponent)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    scaled = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smoothed = (1 - blend) * scaled / scaling.factor + blend * scaled
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), smoothed, scaled)
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:
+    num_experts = shape.num_experts or None
+    if layout.device == "cuda":  # not run in this project's tests
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer: Any = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=shape.is_mixture, qk_layernorm=config.qk_layernorm
+        )
+        norm: Any = TENorm
+    else:
+        layer = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+        norm = RMSNorm
+        submodules = layer.submodules
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+        attention = submodules.self_attention.submodules
+        attention.core_attention = PackedCausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * (shape.num_layers // layout.pipeline), layer_norm=norm)

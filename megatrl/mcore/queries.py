@@ -1,0 +1,84 @@
+"""Log-probabilities that frozen and current models give to chosen next tokens, on every rank."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import FloatArray
+from megatrl.errors import NonFiniteError, ScoringError
+from megatrl.mcore.layout import Layout, activate
+from megatrl.mcore.logprobs import pair_logprobs
+from megatrl.mcore.model import CausalModel, shape_of
+from megatrl.mcore.packing import pack_tokens
+from megatrl.mcore.schedule import forward_only
+
+
+def target_logprobs(
+    models: Sequence[torch.nn.Module],
+    layout: Layout,
+    queries: Sequence[PackedQueries],
+    *,
+    temperature: float = 1.0,
+) -> list[FloatArray]:
+    """Returns for each pack the [Q] log p(targets | tokens up to and including rows).
+
+    Collective over all ranks. Each data rank brings its own packs, all the same number of them (a
+    one-token pack without questions fills up); the result is valid on every tensor and pipeline rank
+    of that data rank. Evaluation mode, no gradients, no random state moves. Raises ScoringError for
+    ids outside the vocabulary, NonFiniteError for a NaN or infinite result.
+    """
+    if not queries:
+        return []
+    activate(layout.device)
+    for query in queries:
+        _check_ids(query, shape_of(models).vocab_size)
+    packs = [pack_tokens(query.tokens, query.cu_seqlens, layout) for query in queries]
+
+    def read(model: CausalModel, hidden: Tensor, index: int) -> Tensor:
+        rows = torch.from_numpy(queries[index].rows).to(hidden.device)
+        targets = torch.from_numpy(queries[index].targets).to(hidden.device)
+        return pair_logprobs(model, hidden, rows, targets, temperature=temperature)[0]
+
+    answers = forward_only(models, layout, packs, read)
+    if layout.is_last_stage:
+        flat = torch.cat(answers).double()
+    else:
+        num_questions = sum(query.num_questions for query in queries)
+        flat = torch.zeros(num_questions, dtype=torch.float64, device=layout.torch_device)
+    if layout.pipeline > 1 and len(flat):
+        dist.broadcast(
+            flat,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    results = _split(flat.cpu().numpy(), queries)
+    _require_finite(results)
+    return results
+
+
+def _split(flat: FloatArray, queries: Sequence[PackedQueries]) -> list[FloatArray]:
+    bounds = np.cumsum([query.num_questions for query in queries])
+    return [part.copy() for part in np.split(flat, bounds)[: len(queries)]]
+
+
+def _check_ids(query: PackedQueries, vocab_size: int) -> None:
+    for name, ids in (("tokens", query.tokens), ("targets", query.targets)):
+        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+            raise ScoringError(
+                f"{name} hold ids {int(ids.min())}..{int(ids.max())} outside the model's vocabulary [0, {vocab_size}); "
+                "was the text rendered with another model's tokenizer?"
+            )
+
+
+def _require_finite(results: Sequence[FloatArray]) -> None:
+    bad = [i for i, values in enumerate(results) if not np.isfinite(values).all()]
+    if bad:
+        raise NonFiniteError(
+            f"log-probabilities of {len(bad)} of {len(results)} packs are NaN or infinite, first pack {bad[0]}; "
+            "the weights or the precision are broken"
+        )

@@ -1,0 +1,107 @@
+"""Forward and backward of one minibatch through Megatron's pipeline schedules (1F1B)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatrl.mcore.layout import Layout
+from megatrl.mcore.model import CausalModel, unwrap
+from megatrl.mcore.packing import PackedTokens
+
+Loss = Callable[[CausalModel, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
+"""(model, hidden states, microbatch index) -> (loss already divided by its global denominator, metrics)."""
+
+Readout = Callable[[CausalModel, Tensor, int], Any]
+"""(model, hidden states, microbatch index) -> whatever a forward-only pass is made for."""
+
+
+def forward_backward(
+    models: Sequence[torch.nn.Module], layout: Layout, packs: Sequence[PackedTokens], loss: Loss
+) -> dict[str, float]:
+    """Returns the metrics summed over microbatches and data ranks, on every rank; gradients are accumulated.
+
+    Collective over all ranks, which all bring the same number of packs. Gradients and metrics are
+    plain sums over microbatches and data ranks. The metric `loss` is added.
+    """
+
+    def summed_loss(hidden: Tensor, index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        value, metrics = loss(unwrap(models[0]), hidden, index)
+        # With calculate_per_token_loss Megatron divides gradients by this count, and not at all when it
+        # is 0. A two-part result would be divided by the number of microbatches instead.
+        no_tokens = torch.zeros([], dtype=torch.int, device=hidden.device)
+        return value, no_tokens, {name: x.detach() for name, x in {**metrics, "loss": value}.items()}
+
+    per_microbatch = _run(models, packs, summed_loss, forward_only=False)
+    return _sum_metrics(per_microbatch, layout)
+
+
+def forward_only(
+    models: Sequence[torch.nn.Module], layout: Layout, packs: Sequence[PackedTokens], readout: Readout
+) -> list[Any]:
+    """Returns readout's result for each pack, on the last pipeline stage; [] on the others.
+
+    Collective over all ranks with the same number of packs. Runs in evaluation mode without
+    gradients; the earlier mode comes back afterwards and no random state moves.
+    """
+    was_training = [model.training for model in models]
+
+    def read(hidden: Tensor, index: int, *, non_loss_data: bool = True) -> Any:
+        return readout(unwrap(models[0]), hidden, index)
+
+    try:
+        for model in models:
+            model.eval()
+        devices = [] if layout.device == "cpu" else [layout.torch_device]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            return _run(models, packs, read, forward_only=True)
+    finally:
+        for model, mode in zip(models, was_training, strict=True):
+            model.train(mode)
+
+
+def _run(
+    models: Sequence[torch.nn.Module],
+    packs: Sequence[PackedTokens],
+    on_last_stage: Callable[..., Any],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        index, pack = next(iterator)
+        hidden = model(pack.tokens, None, None, packed_seq_params=pack.sequences)
+        return hidden, partial(_call_with_index, on_last_stage, index)
+
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(list(enumerate(packs))),
+        model=list(models),
+        num_microbatches=len(packs),
+        seq_length=packs[0].tokens.shape[1],  # ignored: variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _call_with_index(function: Callable[..., Any], index: int, hidden: Tensor, **options: Any) -> Any:
+    return function(hidden, index, **options)
+
+
+def _sum_metrics(per_microbatch: list[dict[str, Tensor]], layout: Layout) -> dict[str, float]:
+    """Sums over microbatches, then over data ranks on the last stage, then tells every stage."""
+    total: list[Any] = [None]
+    if layout.is_last_stage:
+        names = sorted(per_microbatch[0])
+        values = torch.stack([torch.stack([m[name].double() for m in per_microbatch]).sum() for name in names])
+        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        total = [dict(zip(names, values.tolist(), strict=True))]
+    if layout.pipeline > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(total, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return total[0]
