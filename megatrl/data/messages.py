@@ -10,6 +10,10 @@ from typing import Any, Literal, TypedDict
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+POSITIONAL = ""
+"""Argument name under which a parser puts everything after the tool's name, where the format has no
+argument names (`Action: open doc7` gives {"": "doc7"}). `envs/tools.py` binds it to the parameter."""
+
 
 class Message(TypedDict):
     """One message of a conversation. `content` is plain text; tool calls are part of it as written."""
