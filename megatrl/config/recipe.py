@@ -152,11 +152,16 @@ class Recipe(Section):
     observe: ObserveConfig = ObserveConfig()
 
 
-class Comparison(Section):
-    """Several arms of one recipe from the same start: `megatrl compare`."""
+class ComparisonHeader(Section):
+    """A comparison without its arms, whose keys are paths into the recipe."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     recipe: str
     """Path of the recipe, relative to this file."""
+
+
+class Comparison(ComparisonHeader):
+    """Several arms of one recipe from the same start: `megatrl compare`."""
+
     arms: dict[str, dict[str, object]]
     """Arm name -> overrides by dotted path, as `--set` would give them."""
