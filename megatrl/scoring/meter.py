@@ -12,8 +12,6 @@ There is nothing to parse and one forward pass is enough.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatrl.data.meter_prompt import MeterPrompt
 from megatrl.data.scores import Forecast, MeterScore
@@ -21,28 +19,6 @@ from megatrl.data.states import State, segment_tokens, shortened_history, trajec
 from megatrl.data.trajectories import PromptGroup, Trajectory, TrajectoryId
 from megatrl.errors import ScoringError
 from megatrl.scoring.branches import BranchBackend, BranchLogprobs, CandidatePlan, TrunkQuery, plan_candidates
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeterReport:
-    """MeterScore of every trajectory, the meter's own failure cost C, and fractions for the metrics."""
-
-    scores: Mapping[TrajectoryId, MeterScore] = field(default_factory=dict)
-    failure_cost: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Meter(Protocol):
-    """What the loop asks of a meter."""
-
-    def score(self, groups: Sequence[PromptGroup]) -> MeterReport: ...
-
-
-class NullMeter:
-    """Stands in where a recipe has no meter: forecasts nothing and touches no device."""
-
-    def score(self, groups: Sequence[PromptGroup]) -> MeterReport:
-        return MeterReport()
 
 
 class AnswerReadout:
@@ -106,17 +82,18 @@ class CandidateMeter:
             )
         self._prompt = prompt
         self._backend = backend
-        self._failure_cost = failure_cost
+        self.failure_cost: float | None = failure_cost
+        """The meter's own C in tokens."""
         self._max_history = max_sequence_tokens - prompt.num_extra_tokens
         self._with_terminal = with_terminal
         self._readout = AnswerReadout(prompt)
 
-    def score(self, groups: Sequence[PromptGroup]) -> MeterReport:
-        """Forecasts at s_1..s_K, and after the last action where asked for. Collective over the backend.
+    def score(self, groups: Sequence[PromptGroup]) -> tuple[dict[TrajectoryId, MeterScore], dict[str, float]]:
+        """Forecasts at s_1..s_K, and after the last action where asked for; and shares for the metrics.
 
         Histories that do not fit lose their middle turns, as in the meter's training set; where even
         the task and the last observation do not fit, the forecast is invalid. Pass only groups whose
-        advantages are not all zero: the others need no forecast.
+        advantages are not all zero: the others need no forecast. Collective over the backend.
         """
         trajectories = [t for group in groups for t in group.trajectories if t.is_trainable]
         queries: list[TrunkQuery] = []
@@ -141,9 +118,7 @@ class CandidateMeter:
             terminal = forecasts.pop() if self._with_terminal else None
             scores[trajectory.id] = MeterScore(forecasts=tuple(forecasts), terminal=terminal)
         total = sum(len(p) for p in places)
-        return MeterReport(
-            scores=scores, failure_cost=self._failure_cost, metrics=self._metrics(scores, shortened / max(total, 1))
-        )
+        return scores, self._metrics(scores, shortened / max(total, 1))
 
     def _ask(
         self, trajectory: Trajectory, states: Sequence[State], queries: list[TrunkQuery]

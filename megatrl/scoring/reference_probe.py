@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -41,14 +41,6 @@ class AnswerCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
-    """AnswerScore of every trajectory, and fractions over the batch for the metrics."""
-
-    answers: Mapping[TrajectoryId, AnswerScore] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Scorable:
     trajectory: Trajectory
     golds: tuple[tuple[int, ...], ...]  # token ids; the canonical answer alone, or all aliases
@@ -58,7 +50,8 @@ class ReferenceProbe:
     """Scores gold answers and policy tokens under the frozen initial policy.
 
     The wrapper ids are fixed when the probe is made and the same at every state; each gold is encoded
-    on its own, so its number of tokens is constant over the states. Scoring is at temperature 1.
+    on its own, so its number of tokens is constant over the states. Answers are scored at temperature 1,
+    policy tokens at `policy_temperature`, which must be the one of the actor's logprobs.
     """
 
     def __init__(
@@ -69,22 +62,24 @@ class ReferenceProbe:
         microbatch_tokens: int,
         max_sequence_tokens: int,
         use_aliases: bool = False,
+        policy_temperature: float = 1.0,
         backend: BranchBackend | None = None,
     ) -> None:
         self._codec = codec
-        self._runner = runner
-        self._microbatch_tokens = microbatch_tokens
         self._max_sequence_tokens = max_sequence_tokens
         self._use_aliases = use_aliases
         self._backend = backend or IndependentBackend(runner=runner, microbatch_tokens=microbatch_tokens)
+        self._policy_backend = IndependentBackend(
+            runner=runner, microbatch_tokens=microbatch_tokens, temperature=policy_temperature
+        )
         self._wrapper = codec.answer_wrapper()
         self._first_state_cache: dict[bytes, float] = {}
 
-    def score(self, groups: Sequence[PromptGroup]) -> ProbeReport:
-        """l_k at every state of every trajectory with a known outcome. Collective over the runner's workers.
+    def score(self, groups: Sequence[PromptGroup]) -> tuple[dict[TrajectoryId, AnswerScore], dict[str, float]]:
+        """l_k at every state of every trajectory with a known outcome, and shares for the metrics.
 
         Trajectories without a usable gold answer, or with a state that would not fit the model, get
-        no values and a reason. A prefix is never cut: it would make the states incomparable.
+        no values and a reason. Collective over the runner's workers. A prefix is never cut: it would make the states incomparable.
         Raises ScoringError for a value that is not a log-probability.
         """
         answers: dict[TrajectoryId, AnswerScore] = {}
@@ -107,19 +102,14 @@ class ReferenceProbe:
                         "finite and <= 0. Check the reference weights and numerics"
                     )
             answers[item.trajectory.id] = AnswerScore(logprobs=logprobs)
-        return ProbeReport(answers=answers, metrics=self._metrics(answers, scorable))
+        return answers, self._metrics(answers, scorable)
 
-    def reference_logprobs(
-        self, groups: Sequence[PromptGroup], *, temperature: float
-    ) -> dict[TrajectoryId, tuple[FloatArray, ...]]:
+    def reference_logprobs(self, groups: Sequence[PromptGroup]) -> dict[TrajectoryId, tuple[FloatArray, ...]]:
         """Reference logprobs of the policy's own tokens, for the KL term: one array [T] for each segment.
 
-        Aligned to `segment.tokens`, 0 outside the actions. `temperature` must be the one at which the
-        actor's logprobs are computed. Collective over the runner's workers.
+        Aligned to `segment.tokens`, 0 outside the actions, at the policy's temperature. Collective over
+        the runner's workers.
         """
-        backend = IndependentBackend(
-            runner=self._runner, microbatch_tokens=self._microbatch_tokens, temperature=temperature
-        )
         trajectories = [t for group in groups for t in group.trajectories if t.is_trainable]
         places = [
             (trajectory, index)
@@ -133,7 +123,9 @@ class ReferenceProbe:
             for trajectory in trajectories
             for index, segment in enumerate(trajectory.segments)
         }
-        for (trajectory, index), query, result in zip(places, queries, backend.score(queries), strict=True):
+        for (trajectory, index), query, result in zip(
+            places, queries, self._policy_backend.score(queries), strict=True
+        ):
             array = arrays[trajectory.id, index]
             for offset, position in enumerate(result[0][0]):
                 if position:

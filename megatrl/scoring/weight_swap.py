@@ -30,22 +30,27 @@ def named_state(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """Checksum of a tensor's bits, equal on every device: two integer sums modulo 2^64, shape and dtype.
+    """Checksum of a tensor's bits, equal on every device: shape, dtype and a sum modulo 2^64.
 
-    Computed where the tensor lives, so only 16 bytes travel; integer sums do not depend on order.
+    Each element's bits are mixed with its place before summing, so exchanged elements change the sum.
+    Computed where the tensor lives; integer sums do not depend on the order of addition.
     """
     flat = tensor.detach().contiguous().reshape(-1)
-    width = flat.element_size()
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.view(integers) if flat.dtype != torch.bool else flat.to(torch.int8)
-    plain = weighted = 0
+    total = 0
     for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
         chunk = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
-        # The weight depends on the place, so that exchanged elements change the sum.
         places = torch.arange(start, start + chunk.numel(), device=chunk.device, dtype=torch.int64)
-        plain += int(chunk.sum())
-        weighted += int((chunk * (places % 1_000_003 + 1)).sum())
-    return f"{tuple(tensor.shape)}:{tensor.dtype}:{plain & _MASK:016x}:{weighted & _MASK:016x}"
+        total += int(_mixed(chunk + _mixed(places)).sum())
+    return f"{tuple(tensor.shape)}:{tensor.dtype}:{total & _MASK:016x}"
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The SplitMix64 finaliser on int64 (wrapping): every input bit reaches every output bit."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)
 
 
 def state_hashes(modules: Sequence[nn.Module]) -> dict[str, str]:
@@ -62,10 +67,14 @@ def combined_hash(hashes: dict[str, str]) -> str:
 class FrozenWeights:
     """This rank's frozen shards in host memory, with the hash they had when they were taken."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Takes a copy of the modules' present state."""
-        self._copies = {name: _to_host(tensor) for name, tensor in named_state(modules).items()}
+    def __init__(self, copies: dict[str, Tensor]) -> None:
+        self._copies = copies
         self._hashes = {name: tensor_hash(tensor) for name, tensor in self._copies.items()}
+
+    @classmethod
+    def capture(cls, modules: Sequence[nn.Module]) -> "FrozenWeights":
+        """Takes a copy of the modules' present state."""
+        return cls({name: _to_host(tensor) for name, tensor in named_state(modules).items()})
 
     @property
     def identity(self) -> str:

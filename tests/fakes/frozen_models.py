@@ -1,0 +1,135 @@
+"""Small exact models behind the QueryRunner protocol, a word codec, and trajectories made from words."""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import FloatArray
+from megatrl.data.trajectories import (
+    Prompt,
+    PromptGroup,
+    Segment,
+    Termination,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
+
+
+class WordCodec:
+    """Whitespace-separated words <-> ids, in the order given; unknown words are an error."""
+
+    def __init__(self, words: Sequence[str], *, wrapper: str = "", stop: str = "<end>") -> None:
+        self.words = [*dict.fromkeys([*words, *wrapper.split(), stop])]
+        self._ids = {word: index for index, word in enumerate(self.words)}
+        self._wrapper = wrapper
+        self.stop_token_ids = (self._ids[stop],)
+        self.fingerprint = f"words-{zlib.crc32(chr(10).join(self.words).encode()):08x}"
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._ids[word] for word in text.split())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self.words[i] for i in ids)
+
+    def answer_wrapper(self) -> tuple[int, ...]:
+        return self.encode(self._wrapper)
+
+
+class PrefixRunner:
+    """A QueryRunner from a function (whole prefix, target) -> logprob. Counts what it was asked."""
+
+    def __init__(self, logprob: Callable[[tuple[int, ...], int], float]) -> None:
+        self._logprob = logprob
+        self.calls: list[tuple[PackedQueries, ...]] = []
+        self.temperatures: list[float] = []
+
+    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
+        self.calls.append(tuple(queries))
+        self.temperatures.append(temperature)
+        return [np.asarray([self._answer(q, int(r), int(t)) for r, t in zip(q.rows, q.targets)]) for q in queries]
+
+    def _answer(self, packed: PackedQueries, row: int, target: int) -> float:
+        start = int(packed.cu_seqlens[np.searchsorted(packed.cu_seqlens, row, side="right") - 1])
+        return self._logprob(tuple(packed.tokens[start : row + 1].tolist()), target)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(q.cu_seqlens) - 1 for call in self.calls for q in call)
+
+
+class TransformersRunner:
+    """A QueryRunner over a transformers causal model: one plain forward for each sequence, float64 softmax."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
+        results = []
+        for packed in queries:
+            result = np.full(packed.num_questions, np.nan)
+            for start, end in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True):
+                logprobs = next_token_logprobs(self._model, packed.tokens[start:end].tolist(), temperature)
+                mine = (packed.rows >= start) & (packed.rows < end)
+                result[mine] = logprobs[packed.rows[mine] - start, packed.targets[mine]].numpy()
+            results.append(result)
+        return results
+
+
+def next_token_logprobs(model: torch.nn.Module, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """[T, vocabulary] float64: row t is the distribution of the token after tokens[:t+1]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([list(tokens)])).logits[0].double()
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def make_trajectory(
+    turns: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    index: int = 0,
+    prompt_id: str = "p",
+    group_id: str = "g",
+    reward: float | None = 1.0,
+    success: bool | None = None,
+    termination: Termination = Termination.COMPLETED,
+    gold_answers: tuple[str, ...] = (),
+    trailing: Sequence[int] = (),
+    segment_starts: Sequence[int] = (),
+) -> Trajectory:
+    """A trajectory from (observation ids, action ids) pairs; `segment_starts` are turns that open a segment."""
+    bounds = [0, *segment_starts, len(turns)]
+    segments = [
+        Segment(
+            turns=tuple(
+                Turn(
+                    observation_tokens=tuple(observation),
+                    action_tokens=tuple(action),
+                    behavior_logprobs=(-0.5,) * len(action),
+                    policy_version=0,
+                )
+                for observation, action in turns[start:end]
+            ),
+            trailing_observation_tokens=tuple(trailing) if end == len(turns) else (),
+        )
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+    if success is None and reward is not None:
+        success = reward >= 1.0
+    return Trajectory(
+        id=TrajectoryId(prompt_id=prompt_id, group_id=group_id, index=index),
+        segments=tuple(segments),
+        reward=reward,
+        success=success,
+        termination=termination,
+        gold_answers=gold_answers,
+    )
+
+
+def make_group(*trajectories: Trajectory) -> PromptGroup:
+    """One prompt group around trajectories that share their ids' prompt and group."""
+    first = trajectories[0].id
+    prompt = Prompt(prompt_id=first.prompt_id, task={}, seed=0)
+    return PromptGroup(prompt=prompt, group_id=first.group_id, trajectories=trajectories)
