@@ -79,8 +79,8 @@ class ReferenceProbe:
         """l_k at every state of every trajectory with a known outcome, and shares for the metrics.
 
         Trajectories without a usable gold answer, or with a state that would not fit the model, get
-        no values and a reason. Collective over the runner's workers. A prefix is never cut: it would make the states incomparable.
-        Raises ScoringError for a value that is not a log-probability.
+        no values and a reason. A prefix is never cut: it would make the states incomparable.
+        Collective over the runner's workers. Raises ScoringError for a value that is no log-probability.
         """
         answers: dict[TrajectoryId, AnswerScore] = {}
         scorable: list[_Scorable] = []
@@ -123,9 +123,8 @@ class ReferenceProbe:
             for trajectory in trajectories
             for index, segment in enumerate(trajectory.segments)
         }
-        for (trajectory, index), query, result in zip(
-            places, queries, self._policy_backend.score(queries), strict=True
-        ):
+        results = self._policy_backend.score(queries)
+        for (trajectory, index), query, result in zip(places, queries, results, strict=True):
             array = arrays[trajectory.id, index]
             for offset, position in enumerate(result[0][0]):
                 if position:

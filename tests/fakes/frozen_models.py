@@ -2,12 +2,13 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from megatrl.data.queries import PackedQueries
-from megatrl.data.samples import FloatArray
+from megatrl.data.samples import FloatArray, IntArray
 from megatrl.data.trajectories import (
     Prompt,
     PromptGroup,
@@ -32,7 +33,7 @@ class WordCodec:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._ids[word] for word in text.split())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | IntArray) -> str:
         return " ".join(self.words[i] for i in ids)
 
     def answer_wrapper(self) -> tuple[int, ...]:
@@ -50,7 +51,10 @@ class PrefixRunner:
     def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
         self.calls.append(tuple(queries))
         self.temperatures.append(temperature)
-        return [np.asarray([self._answer(q, int(r), int(t)) for r, t in zip(q.rows, q.targets)]) for q in queries]
+        return [
+            np.asarray([self._answer(q, int(r), int(t)) for r, t in zip(q.rows, q.targets, strict=True)])
+            for q in queries
+        ]
 
     def _answer(self, packed: PackedQueries, row: int, target: int) -> float:
         start = int(packed.cu_seqlens[np.searchsorted(packed.cu_seqlens, row, side="right") - 1])
@@ -114,7 +118,7 @@ def make_trajectory(
             ),
             trailing_observation_tokens=tuple(trailing) if end == len(turns) else (),
         )
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in pairwise(bounds)
     ]
     if success is None and reward is not None:
         success = reward >= 1.0

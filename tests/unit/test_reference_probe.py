@@ -39,7 +39,7 @@ def test_hand_table_of_token_logprobs_gives_the_mean_at_each_state():
         return float(table[wrapper][position])
 
     scorer, _ = probe(logprob)
-    answers, metrics = scorer.score([make_group(episode(gold=("1 2 3",)))])
+    answers, _ = scorer.score([make_group(episode(gold=("1 2 3",)))])
     (score,) = answers.values()
     assert score.logprobs == pytest.approx((-3, -1.2, -0.366667), abs=1e-6)
     assert score.skipped == ""
@@ -73,7 +73,7 @@ def test_the_wrapper_is_conditioned_on_but_not_scored():
     [((), "missing_gold"), (("",), "empty_gold"), (("  ",), "empty_gold"), (("<end>",), "empty_gold")],
 )
 def test_a_missing_or_empty_gold_answer_is_skipped_and_counted(gold, reason):
-    scorer, runner = probe(constant)
+    scorer, _ = probe(constant)
     answers, metrics = scorer.score([make_group(episode(gold=gold), episode(index=1))])
     first, second = answers.values()
     assert (first.logprobs, first.skipped) == ((), reason)
@@ -153,7 +153,7 @@ def test_the_best_alias_counts_at_each_state_on_its_own():
 
 def test_the_share_of_trajectories_that_read_the_gold_answer_is_reported():
     scorer, _ = probe(constant)
-    answers, metrics = scorer.score(
+    _, metrics = scorer.score(
         [make_group(episode(), episode(index=1, gold=("green",)), episode(index=2, gold=("task",)))]
     )
     assert metrics["probe/gold_in_observation"] == pytest.approx(1 / 3)

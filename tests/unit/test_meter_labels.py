@@ -1,0 +1,114 @@
+from collections import Counter
+
+import pytest
+
+from megatrl.data.trajectories import Termination
+from megatrl.errors import ScoringError
+from megatrl.meter.labels import (
+    MeterLabel,
+    collect_labels,
+    failure_cost,
+    log_spaced_grid,
+    split_by_task,
+    trajectory_labels,
+)
+from tests.fakes.frozen_models import make_trajectory
+
+
+def episode(lengths=(2, 3, 1), **options):
+    return make_trajectory([((7, 7), (5,) * n) for n in lengths], **options)
+
+
+def labels(trajectory, **options):
+    return [(e.label.completion, e.label.tokens_to_go) for e in trajectory_labels(trajectory, **options)]
+
+
+def test_a_success_counts_the_action_tokens_still_to_come_and_no_observation():
+    assert labels(episode()) == [(True, 6), (True, 4), (True, 1)]
+
+
+def test_a_failure_carries_no_number():
+    assert labels(episode(reward=0.0)) == [(False, None)] * 3
+    with pytest.raises(ScoringError):
+        MeterLabel(completion=False, tokens_to_go=0)
+
+
+@pytest.mark.parametrize(
+    "termination", [Termination.MAX_TURNS, Termination.CONTEXT_OVERFLOW, Termination.ACTION_LENGTH]
+)
+def test_a_truncated_episode_failed_or_is_dropped(termination):
+    trajectory = episode(reward=1.0, termination=termination)
+    assert labels(trajectory) == [(False, None)] * 3
+    assert labels(trajectory, truncated="drop") == []
+
+
+@pytest.mark.parametrize("termination", [Termination.TIMEOUT, Termination.ENV_ERROR, Termination.SERVER_ERROR])
+def test_an_infrastructure_failure_says_nothing(termination):
+    assert labels(episode(reward=None, termination=termination)) == []
+
+
+def test_the_end_of_the_transcript_is_labelled_only_when_asked_for():
+    trajectory = episode(trailing=(9,))
+    assert [e.state.length for e in trajectory_labels(trajectory)] == [2, 6, 11]
+    terminal = trajectory_labels(trajectory, with_terminal=True)[-1]
+    assert (terminal.label, terminal.state.length) == (MeterLabel(completion=True, tokens_to_go=0), 13)
+
+
+def test_no_task_is_on_both_sides_of_the_split():
+    trajectories = [episode(prompt_id=f"p{n % 10}", index=n) for n in range(40)]
+    training, validation = split_by_task(trajectories, validation_fraction=0.2, seed=1)
+    assert len(training) + len(validation) == 40
+    sides = [{t.id.prompt_id for t in side} for side in (training, validation)]
+    assert not sides[0] & sides[1]
+    assert len(sides[1]) == 2
+    assert split_by_task(reversed(trajectories), validation_fraction=0.2, seed=1)[1] == validation[::-1]
+    other = {t.id.prompt_id for t in split_by_task(trajectories, validation_fraction=0.2, seed=2)[1]}
+    assert len(other) == 2
+
+
+def test_a_small_split_still_holds_something_on_both_sides():
+    trajectories = [episode(prompt_id=f"p{n}") for n in range(3)]
+    training, validation = split_by_task(trajectories, validation_fraction=0.01, seed=0)
+    assert (len(training), len(validation)) == (2, 1)
+
+
+def test_prefixes_are_capped_for_each_trajectory_and_classes_are_equalised():
+    long_failures = [episode((1,) * 30, reward=0.0, index=n) for n in range(4)]
+    short_successes = [episode((4, 4), index=10 + n) for n in range(4)]
+    chosen = collect_labels([*long_failures, *short_successes], max_prefixes_per_trajectory=5, seed=3)
+    counts = Counter(e.label.completion for e in chosen.examples)
+    assert counts == {True: 8, False: 8}
+    assert chosen.left_out == {"over_cap": 100, "balance": 12}
+    per_trajectory = Counter(e.trajectory.id for e in chosen.examples)
+    assert max(per_trajectory.values()) <= 5
+    turns = [e.state.turn_index for e in chosen.examples if not e.label.completion]
+    assert max(turns) > 10  # drawn over the whole length, not the first ones
+
+
+def test_the_same_seed_gives_the_same_examples_and_hash():
+    trajectories = [episode((1,) * 9, reward=float(n % 2), index=n) for n in range(6)]
+    first = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=3)
+    again = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=3)
+    other = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=4)
+    assert first.content_hash == again.content_hash != other.content_hash
+
+
+def test_one_class_alone_is_kept_whole_and_nothing_at_all_is_an_error():
+    only = collect_labels([episode()], max_prefixes_per_trajectory=16, seed=0)
+    assert len(only.examples) == 3
+    with pytest.raises(ScoringError, match="no trajectory gave the meter a label"):
+        collect_labels([episode(reward=None)], max_prefixes_per_trajectory=16, seed=0)
+
+
+def test_the_failure_cost_is_five_quarters_of_the_99th_percentile():
+    examples = trajectory_labels(episode((1,) * 100))  # tokens to go 100..1
+    assert failure_cost(examples) == pytest.approx(1.25 * 99.01)
+    with pytest.raises(ScoringError):
+        failure_cost(trajectory_labels(episode(reward=0.0)))
+
+
+def test_the_grid_is_even_in_the_logarithm_and_spans_the_labels():
+    examples = trajectory_labels(episode((1,) * 64))
+    assert log_spaced_grid(examples, size=7) == (1, 2, 4, 8, 16, 32, 64)
+    assert log_spaced_grid(examples, size=7, vocabulary=[0, 1, 3, 5, 50, 100]) == (1, 3, 5, 50)
+    assert log_spaced_grid(trajectory_labels(episode(), with_terminal=True), size=3)[0] == 0
