@@ -19,8 +19,14 @@ from megatrl.config.resolve import Resolver, constraint_violations
 from megatrl.config.section import Section
 from megatrl.config.violations import Problem, Violation, raise_for
 from megatrl.config.yaml_nodes import Table
+from megatrl.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+
+def is_comparison(path: str | Path) -> bool:
+    """Whether the file is a comparison (it has arms). Raises ConfigError where it cannot be read."""
+    return "arms" in read_table(str(path), "file")[1].entries
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, require_files: bool = True) -> LoadedRecipe:
@@ -30,6 +36,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, require_file
     another machine. Raises ConfigError with every violation.
     """
     layers, sources, violations = recipe_layers(str(path))
+    if "arms" in layers[-1].entries:
+        raise ConfigError(f"{path}: has arms, so it is a comparison; run `megatrl compare {path}`")
     sets = override_layers(overrides, violations)
     loaded = _build(str(path), [*layers, *sets], sources, tuple(overrides), violations, require_files)
     raise_for(violations, f"recipe {path}")
@@ -44,6 +52,8 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = (), *, require_
     """
     what = f"comparison {path}"
     text, table, violations = read_table(str(path), "file")
+    if "arms" not in table.entries and ("model" in table.entries or "base" in table.entries):
+        raise ConfigError(f"{path}: has no arms, so it is a recipe; run `megatrl train {path}`")
     header, arms = _header(table, violations), arm_tables(table, violations)
     raise_for(violations, what)
 
