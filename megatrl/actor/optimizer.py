@@ -1,8 +1,7 @@
-"""Megatron's data-parallel wrapper and optimizer, and the learning rate as a function of the step."""
+"""Megatron's data-parallel wrapper and optimizer, and the step that checks before it moves."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +15,6 @@ from megatrl.config.engines import ActorConfig, OptimizerConfig
 from megatrl.errors import NonFiniteError
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import DTYPES, unwrap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateSchedule:
-    """Learning rate of a loop step: linear warmup, then constant, linear or cosine towards min_lr.
-
-    A pure function of the logical step, so packing, minibatches and restarts cannot move it, and a
-    checkpoint needs no state of it.
-    """
-
-    config: OptimizerConfig
-    num_steps: int
-
-    def lr(self, step: int) -> float:
-        """Returns the rate of `step`, counted from 1. min_lr is reached once decay_steps are done."""
-        c = self.config
-        if step <= c.warmup_steps:
-            return c.lr * step / c.warmup_steps
-        if c.decay == "constant":
-            return c.lr
-        decay_steps = c.decay_steps or self.num_steps
-        progress = min(1.0, (step - 1 - c.warmup_steps) / max(1, decay_steps - c.warmup_steps))
-        remaining = 1.0 - progress if c.decay == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
-        return c.min_lr + (c.lr - c.min_lr) * remaining
 
 
 def wrap_data_parallel(models: Sequence[torch.nn.Module], actor: ActorConfig) -> list[torch.nn.Module]:
@@ -64,10 +39,7 @@ def wrap_data_parallel(models: Sequence[torch.nn.Module], actor: ActorConfig) ->
 def build_optimizer(
     models: Sequence[torch.nn.Module], optimizer: OptimizerConfig, actor: ActorConfig
 ) -> MegatronOptimizer:
-    """Returns a fresh AdamW over the wrapped chunks; weight decay spares one-dimensional parameters.
-
-    Collective over all ranks.
-    """
+    """Returns a fresh AdamW over the wrapped chunks. Collective over all ranks."""
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -91,11 +63,12 @@ def zero_gradients(models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
 
 
 def optimizer_step(
-    models: Sequence[torch.nn.Module], optimizer: Any, layout: Layout, *, lr: float, clip_grad_norm: float
+    models: Sequence[torch.nn.Module], optimizer: Any, layout: Layout, *, lr: float, config: OptimizerConfig
 ) -> float:
     """Clips, steps, and returns the gradient norm over all parameters before clipping.
 
-    Collective over all ranks. Raises NonFiniteError on every rank, naming this rank's parameters, and
+    Weight decay spares one-dimensional parameters (norms): Megatron marks them with a multiplier that only
+    its own scheduler would apply. Collective over all ranks. Raises NonFiniteError on every rank, naming this rank's parameters, and
     before anything moves, when the norm is NaN or infinite.
     """
     optimizer.prepare_grads()
@@ -110,9 +83,10 @@ def optimizer_step(
         )
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
-            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad_norm, total_norm=grad_norm)
+            clip_grad_by_total_norm_fp32(parameters, max_norm=config.clip_grad_norm, total_norm=grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     optimizer.step_with_ready_grads()
     return grad_norm
 

@@ -12,6 +12,7 @@ from megatrl.actor.optimizer import optimizer_step, zero_gradients
 from megatrl.algorithms.objective import policy_objective
 from megatrl.algorithms.policy_losses import LossOutput, supervised_loss
 from megatrl.config.credit import LossConfig
+from megatrl.config.engines import OptimizerConfig
 from megatrl.data.samples import Microbatch, Minibatch
 from megatrl.errors import NonFiniteError, TrajectoryError
 from megatrl.mcore.layout import Layout
@@ -77,7 +78,7 @@ def take_minibatches(
     *,
     temperature: float,
     lr: float,
-    clip_grad_norm: float,
+    config: OptimizerConfig,
 ) -> UpdateResult:
     """Takes one optimizer step for each minibatch that has an action token. Collective over all ranks."""
     steps: list[dict[str, float]] = []
@@ -87,7 +88,7 @@ def take_minibatches(
             num_skipped += 1
             continue
         metrics = minibatch_gradients(models, optimizer, layout, minibatch, loss, temperature=temperature)
-        grad_norm = optimizer_step(models, optimizer, layout, lr=lr, clip_grad_norm=clip_grad_norm)
+        grad_norm = optimizer_step(models, optimizer, layout, lr=lr, config=config)
         steps.append({**metrics, "grad_norm": grad_norm})
     means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else {})}
     counts = {"lr": lr, "optimizer_steps": float(len(steps)), "skipped_minibatches": float(num_skipped)}

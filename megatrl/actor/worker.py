@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatrl.actor import memory
-from megatrl.actor.optimizer import LearningRateSchedule, build_optimizer, wrap_data_parallel
+from megatrl.actor.learning_rate import LearningRateSchedule
+from megatrl.actor.optimizer import build_optimizer, wrap_data_parallel
 from megatrl.actor.update import LossChoice, UpdateResult, take_minibatches
 from megatrl.config.engines import ActorConfig, OptimizerConfig
 from megatrl.config.model_shape import read_model_shape
@@ -109,7 +110,7 @@ class ActorWorker:
             loss,
             temperature=temperature,
             lr=self.scheduler.lr(step),
-            clip_grad_norm=self.optimizer_config.clip_grad_norm,
+            config=self.optimizer_config,
         )
 
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:

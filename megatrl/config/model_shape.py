@@ -91,7 +91,7 @@ def model_shape_of(config: Mapping[str, Any], *, source: str) -> ModelShape:
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or hidden_size // num_heads),
         ffn_size=_integer(config, "intermediate_size", source),
-        num_experts=_integer(config, "num_experts", source) if is_mixture else 0,
+        num_experts=_num_experts(config, source) if is_mixture else 0,
         num_experts_per_token=_integer(config, "num_experts_per_tok", source) if is_mixture else 0,
         expert_ffn_size=_integer(config, "moe_intermediate_size", source) if is_mixture else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)) if is_mixture else True,
@@ -188,6 +188,11 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScal
         high_freq_factor=float(_required(rope, "high_freq_factor", source)),
         original_max_positions=_integer(rope, "original_max_position_embeddings", source),
     )
+
+
+def _num_experts(config: Mapping[str, Any], source: str) -> int:
+    """Reads `num_experts`, which transformers 5 writes as `num_local_experts`."""
+    return _integer(config, "num_experts" if "num_experts" in config else "num_local_experts", source)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], source: str) -> None:

@@ -9,8 +9,7 @@ from megatrl.config.model_shape import ModelShape
 def check_layout(layout: LayoutConfig, shape: ModelShape) -> list[str]:
     """Returns what makes a layout impossible for a model, one sentence each; [] means it fits.
 
-    Each sentence gives the values seen and the nearest values that would work. Experts are never
-    split over tensor ranks: each is whole on one rank, so `expert` spreads over tensor x data.
+    Each sentence gives the values seen and the nearest values that would work.
     """
     tensor, pipeline, expert, world = layout.tensor, layout.pipeline, layout.expert, layout.world_size
     violations = []
@@ -32,6 +31,7 @@ def check_layout(layout: LayoutConfig, shape: ModelShape) -> list[str]:
     }
     if shape.is_mixture:
         divisible["expert", "num_experts"] = (expert, shape.num_experts)
+        divisible["tensor", "expert_ffn_size"] = (expert_tensor_degree(layout), shape.expert_ffn_size)
     else:
         divisible["tensor", "ffn_size"] = (tensor, shape.ffn_size)
     for (degree_name, size_name), (degree, size) in divisible.items():
@@ -50,6 +50,16 @@ def check_layout(layout: LayoutConfig, shape: ModelShape) -> list[str]:
     if layout.sequence_parallel and tensor == 1:
         violations.append("layout.sequence_parallel: true needs layout.tensor > 1; set it to false")
     return violations
+
+
+def expert_tensor_degree(layout: LayoutConfig) -> int:
+    """Returns over how many tensor ranks one expert is cut: all of them without expert parallelism, else 1.
+
+    With expert parallelism each expert is whole on one rank, and `expert` spreads over tensor x data.
+    Whole experts without it are not possible: megatron-core 0.16.1 then sums their gradients over
+    data ranks only, and the tensor ranks' replicas drift apart without an error.
+    """
+    return layout.tensor if layout.expert == 1 else 1
 
 
 def _nearest_divisors(degree: int, size: int) -> list[int]:

@@ -117,9 +117,10 @@ def _load_parameter(parameter: Tensor, rule: WeightRule, reader: SafetensorsRead
         if tuple(tensor.shape) != expected:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {expected}")
         tensors.append(tensor.to(parameter.dtype))
-    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
-    full = fuse(rule, tensors, shape, padded_vocab=padded_vocab_size(shape, num_ranks))
-    part = cut(rule, full, num_ranks=num_ranks, rank=parallel_state.get_tensor_model_parallel_rank())
+    padded_vocab = padded_vocab_size(shape, parallel_state.get_tensor_model_parallel_world_size())
+    group = _splitting_group(rule)
+    full = fuse(rule, tensors, shape, padded_vocab=padded_vocab)
+    part = cut(rule, full, num_ranks=group.size(), rank=group.rank())
     if part.shape != parameter.shape:
         raise ModelError(f"{rule.megatron_name} has shape {tuple(parameter.shape)} here, its part {tuple(part.shape)}")
     parameter.copy_(part)
@@ -129,22 +130,27 @@ def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape
     """Returns the full parameter on the stage that owns it, None on the others."""
     if _owning_stage(rule, shape) != parallel_state.get_pipeline_model_parallel_rank():
         return None
-    if rule.expert is not None:
+    if rule.expert is not None and parallel_state.get_expert_model_parallel_world_size() > 1:
         return _expert_from_owner(rule, rule.expert, parameters, shape)
     parameter = parameters[rule.megatron_name].detach()
-    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
-    if rule.split_dim is None or num_ranks == 1:
+    group = _splitting_group(rule)
+    if rule.split_dim is None or group.size() == 1:
         return parameter
-    parts = [torch.empty_like(parameter) for _ in range(num_ranks)]
-    dist.all_gather(parts, parameter.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    parts = [torch.empty_like(parameter) for _ in range(group.size())]
+    dist.all_gather(parts, parameter.contiguous(), group=group)
     return join(rule, parts)
 
 
+def _splitting_group(rule: WeightRule) -> dist.ProcessGroup:
+    """The ranks among which a parameter with a `split_dim` is cut."""
+    if rule.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def _expert_from_owner(rule: WeightRule, expert: int, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor:
-    num_ranks = parallel_state.get_expert_model_parallel_world_size()
-    if num_ranks == 1:
-        return parameters[rule.megatron_name].detach()
-    owner = expert // (shape.num_experts // num_ranks)
+    """Expert parallelism never cuts an expert, so the owner's copy is the full parameter."""
+    owner = expert // (shape.num_experts // parallel_state.get_expert_model_parallel_world_size())
     if rule.megatron_name in parameters:
         tensor = parameters[rule.megatron_name].detach().contiguous()
     else:

@@ -7,7 +7,6 @@ lines of the GPU path.
 """
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -52,7 +51,6 @@ def activate() -> bool:
     if torch.cuda.is_available():
         return False
     if not _patched.is_set():
-        silence_missing_kernels()
         _rename_device()
         _repair_moe_dispatch()
         _repair_optimizer_loading()
@@ -61,12 +59,6 @@ def activate() -> bool:
         _modes.entered = CudaNamesMeanCpu()
         _modes.entered.__enter__()
     return True
-
-
-def silence_missing_kernels() -> None:
-    """Hides the import warnings about Transformer Engine and Apex; on CPU their absence is the plan."""
-    for message in (r"Transformer Engine and Apex are not installed", r"Apex is not installed"):
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def _rename_device() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import ModelShape
-from megatrl.config.plan import check_layout
+from megatrl.config.plan import check_layout, expert_tensor_degree
 from megatrl.errors import LayoutError
 from megatrl.mcore import cpu_platform
 
@@ -27,6 +27,7 @@ class Layout:
     tensor: int
     pipeline: int
     expert: int
+    expert_tensor: int
     data: int
     sequence_parallel: bool
     device: Device
@@ -88,7 +89,7 @@ def initialize(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         expert_model_parallel_size=config.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_degree(config),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -97,6 +98,7 @@ def initialize(
         tensor=config.tensor,
         pipeline=config.pipeline,
         expert=config.expert,
+        expert_tensor=expert_tensor_degree(config),
         data=parallel_state.get_data_parallel_world_size(),
         sequence_parallel=config.sequence_parallel,
         device=device,

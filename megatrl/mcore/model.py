@@ -148,7 +148,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.sequence_parallel,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it even in a dense model
         **options,

@@ -31,7 +31,7 @@ class WeightRule:
     megatron_name: str
     hf_names: tuple[str, ...]
     fusion: Fusion
-    split_dim: int | None  # dimension cut over TP; None: replicated
+    split_dim: int | None  # dimension cut over TP, an expert's over expert-TP; None: replicated
     layer: int | None  # None: embedding, final norm, output
     expert: int | None  # None: not an expert's
 
@@ -69,8 +69,8 @@ def _layer_rules(shape: ModelShape, layer: int) -> Iterator[WeightRule]:
     yield rule("mlp.router", ["mlp.gate"])
     for e in range(shape.num_experts):
         local, hf = f"mlp.experts.local_experts.{e}", f"mlp.experts.{e}"
-        yield rule(f"{local}.linear_fc1", [f"{hf}.gate_proj", f"{hf}.up_proj"], "gate_up", expert=e)
-        yield rule(f"{local}.linear_fc2", [f"{hf}.down_proj"], expert=e)
+        yield rule(f"{local}.linear_fc1", [f"{hf}.gate_proj", f"{hf}.up_proj"], "gate_up", 0, expert=e)
+        yield rule(f"{local}.linear_fc2", [f"{hf}.down_proj"], split=1, expert=e)
 
 
 def _rule(
