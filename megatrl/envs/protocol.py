@@ -27,7 +27,7 @@ class StepResult:
 
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.success is None):
-            raise ValueError(f"step result has reward={self.reward!r} but success={self.success!r}; set both or neither")
+            raise ValueError(f"step result: reward={self.reward!r} but success={self.success!r}; set both or neither")
 
 
 @runtime_checkable
