@@ -37,6 +37,7 @@ class TrajectoryNotes:
     advantages: tuple[tuple[float, ...], ...] | None = None  # [turn][action token]; None where not estimated
     answer: AnswerScore | None = None
     meter: MeterScore | None = None
+    details: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # the credit rule's parts, by turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,10 @@ def record_group(
     dropped: str = "",
     advantages: Mapping[TrajectoryId, Sequence[FloatArray]] | None = None,
     scores: Scores | None = None,
+    details: Mapping[TrajectoryId, Mapping[str, tuple[float, ...]]] | None = None,
 ) -> GroupRecord:
-    """A group with what `advantages` and `scores` say about its trajectories."""
-    advantages, scores = advantages or {}, scores or Scores()
+    """A group with what `advantages`, `scores` and `details` say about its trajectories."""
+    advantages, scores, details = advantages or {}, scores or Scores(), details or {}
     notes = []
     for trajectory in group.trajectories:
         per_turn = advantages.get(trajectory.id)
@@ -102,6 +104,7 @@ def record_group(
                 else tuple(tuple(np.asarray(turn, dtype=np.float64).tolist()) for turn in per_turn),
                 answer=scores.answers.get(trajectory.id),
                 meter=scores.meter.get(trajectory.id),
+                details=details.get(trajectory.id, {}),
             )
         )
     return GroupRecord(step=step, group=group, dropped=dropped, notes=tuple(notes), failure_cost=scores.failure_cost)
@@ -189,6 +192,8 @@ def _encode(value: Any, *, is_plain: bool = False) -> Any:
     if isinstance(value, float | np.floating):
         return _encode_float(float(value), is_plain)
     if isinstance(value, list | tuple):
+        if all(type(item) is int for item in value) or _are_finite_floats(value):
+            return value  # tokens and logprobs: nearly all of a file
         return [_encode(item, is_plain=is_plain) for item in value]
     if isinstance(value, Mapping):
         return {_encode_key(key): _encode(item, is_plain=is_plain) for key, item in value.items()}
@@ -197,6 +202,10 @@ def _encode(value: Any, *, is_plain: bool = False) -> Any:
             name: _encode(getattr(value, name), is_plain=_is_free(kind)) for name, kind in _schema(type(value)).items()
         }
     raise TrajectoryError(f"a {type(value).__name__} cannot be stored as JSON: {value!r:.200}")
+
+
+def _are_finite_floats(values: Sequence[Any]) -> bool:
+    return all(type(item) is float for item in values) and all(map(math.isfinite, values))
 
 
 def _encode_float(number: float, is_plain: bool) -> float | str:

@@ -69,14 +69,16 @@ class StepRecord:
         dropped: Iterable[Dropped] = (),
         advantages: Mapping[TrajectoryId, Sequence[FloatArray]] | None = None,
         scores: Scores | None = None,
+        details: Mapping[TrajectoryId, Mapping[str, tuple[float, ...]]] | None = None,
     ) -> None:
         """Store the step's groups at once, and derive the `rollout/` and `credit/` metrics.
 
-        `groups` may or may not contain the dropped ones. A second call replaces the first, so a step
-        can store what it played before it scores, and again with its credit.
+        `groups` may or may not contain the dropped ones. `details` are parts of the credit by turn.
+        A second call replaces the first, so a step can store what it played before it scores, and
+        again with its credit.
         """
         with self._spans.span("record"):
-            records = _records(self.step, groups, dropped, advantages, scores)
+            records = _records(self.step, groups, dropped, advantages=advantages, scores=scores, details=details)
             self._store.write(self.step, records)
             self._trajectory_metrics = (
                 rollout_metrics([record.group for record in records])
@@ -89,7 +91,7 @@ class StepRecord:
         self.add({f"eval/{name}": value for name, value in metrics.items()})
         if groups:
             with self._spans.span("record"):
-                self._store.write(self.step, _records(self.step, groups, (), None, None), "eval_step")
+                self._store.write(self.step, _records(self.step, groups), "eval_step")
 
     def collected(self) -> dict[str, Metric]:
         """All metrics so far."""
@@ -126,19 +128,21 @@ class Observation:
         resume_step: int = 0,
         run_config: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Open a run directory, new or resumed after `resume_step`.
+        """Open a run directory: a beginning where `resume_step` is 0, else a resumed run after that step.
 
-        What an earlier start wrote for later steps is moved aside, never deleted. `run_config` is the
-        resolved recipe as JSON values.
+        What an earlier start wrote for steps that come again is moved aside, never deleted.
+        `run_config` is the resolved recipe as JSON values.
         """
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         run_config = run_config or {}
         write_manifest(run_dir, run_config, resume_step=resume_step)
         store = TrajectoryStore(run_dir)
-        store.set_aside_after(resume_step)
+        # A beginning repeats step 0 too, the evaluation before training.
+        last_kept = resume_step or -1
+        store.set_aside_after(last_kept)
         return cls(
-            metrics_file=MetricsFile(run_dir / METRICS_FILE, resume_step=resume_step),
+            metrics_file=MetricsFile(run_dir / METRICS_FILE, last_kept=last_kept),
             store=store,
             spans=SpanRecorder(unused_path(run_dir / "traces" / f"from_step_{resume_step + 1:06d}.json")),
             trackers=_trackers(run_dir, config, resume_step, run_config),
@@ -158,6 +162,11 @@ class Observation:
         finally:
             self.spans.flush()
         self._write(record, time.perf_counter() - began)
+
+    def baseline(self, metrics: Mapping[str, MetricValue], groups: Sequence[PromptGroup] = ()) -> None:
+        """Write an evaluation made before the first step, as step 0."""
+        with self.step(0) as record:
+            record.evaluation(metrics, groups)
 
     def _write(self, record: StepRecord, step_s: float) -> None:
         metrics = record.collected()
@@ -193,11 +202,7 @@ class Observation:
 
 
 def _records(
-    step: int,
-    groups: Sequence[PromptGroup],
-    dropped: Iterable[Dropped],
-    advantages: Mapping[TrajectoryId, Sequence[FloatArray]] | None,
-    scores: Scores | None,
+    step: int, groups: Sequence[PromptGroup], dropped: Iterable[Dropped] = (), **annotations: Any
 ) -> list[GroupRecord]:
     left_out = {(each.group.prompt.prompt_id, each.group.group_id): each for each in dropped}
     given = {(group.prompt.prompt_id, group.group_id) for group in groups}
@@ -205,8 +210,7 @@ def _records(
     records = []
     for group in everything:
         drop = left_out.get((group.prompt.prompt_id, group.group_id))
-        reason = "" if drop is None else drop.reason
-        records.append(record_group(group, step=step, dropped=reason, advantages=advantages, scores=scores))
+        records.append(record_group(group, step=step, dropped="" if drop is None else drop.reason, **annotations))
     return records
 
 

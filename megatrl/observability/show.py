@@ -1,9 +1,11 @@
 """How a person reads a step: a table of its trajectories, and each conversation with its credit."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -48,27 +50,28 @@ def render_step(
 
 
 def step_table(records: Sequence[GroupRecord], *, title: str = "") -> Table:
-    """One row for each trajectory: outcome, length, ending, credit."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("trajectory", overflow="fold")
-    for name in ("reward", "turns", "tokens", "logprob", "advantage"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ended", no_wrap=True)
-    table.add_column("not trained: why")
+    """One row for each prompt group: rewards in order, lengths, endings, the range of its credit."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("group", overflow="fold")
+    table.add_column("rewards", min_width=15)
+    table.add_column("turns", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("advantages", justify="right", no_wrap=True)
+    table.add_column("ended")
+    table.add_column("dropped", overflow="fold")
     for record in records:
-        for trajectory, note in zip(record.group.trajectories, record.notes, strict=True):
-            advantages = [value for turn in note.advantages or () for value in turn]
-            table.add_row(
-                Text(str(trajectory.id)),
-                _outcome(trajectory),
-                str(trajectory.num_turns),
-                str(trajectory.num_action_tokens),
-                _number(_mean([value for turn in trajectory.turns for value in turn.behavior_logprobs])),
-                _signed(_mean(advantages)),
-                str(trajectory.termination),
-                Text(record.dropped or ("" if trajectory.is_trainable else "unknown outcome"), style="magenta"),
-            )
-        table.add_section()
+        group = record.group
+        values = [value for note in record.notes for turn in note.advantages or () for value in turn]
+        endings = Counter(str(trajectory.termination) for trajectory in group.trajectories)
+        table.add_row(
+            Text(f"{group.prompt.prompt_id}/{group.group_id}"),
+            Text(" ").join(_outcome(trajectory) for trajectory in group.trajectories),
+            _number(_mean([trajectory.num_turns for trajectory in group.trajectories]), digits=1),
+            _number(_mean([trajectory.num_action_tokens for trajectory in group.trajectories]), digits=0),
+            f"{min(values):+.2f} {max(values):+.2f}" if values else "-",
+            Text(", ".join(name if len(endings) == 1 else f"{count} {name}" for name, count in endings.most_common())),
+            Text(record.dropped, style="magenta"),
+        )
     return table
 
 
@@ -127,6 +130,10 @@ def _turn_line(turn: Turn, index: int, note: TrajectoryNotes) -> Text:
     if note.meter is not None and index < len(note.meter.forecasts):
         line.append("  forecast ", style="dim")
         line.append(_forecast(note, index))
+    for name, values in note.details.items():
+        if index < len(values):
+            line.append(f"  {name} ", style="dim")
+            line.append(_number(values[index]))
     if turn.penalty:
         line.append(f"  penalty {turn.penalty:g}", style="red")
     if turn.finish_reason != "stop":
@@ -160,7 +167,7 @@ def _matching(pairs: Sequence[tuple[GroupRecord, int]], wanted: str) -> tuple[Gr
 
 def _outcome(trajectory: Trajectory) -> Text:
     if trajectory.reward is None:
-        return Text("unknown", style="magenta")
+        return Text("?", style="magenta")
     return Text(f"{trajectory.reward:.3g}", style="green" if trajectory.success else "red")
 
 
@@ -168,8 +175,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3f}"
+def _number(value: float, digits: int = 3) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _signed(value: float) -> Text:

@@ -29,10 +29,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class MetricsFile:
     """`metrics.jsonl`: one JSON object for each step, steps strictly increasing, flushed as written."""
 
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
-        """Open for steps after `resume_step`. Lines of later steps and a cut last line move to a file beside it."""
+    def __init__(self, path: Path, *, last_kept: int = -1) -> None:
+        """Open for steps after `last_kept`. Lines of later steps and a cut last line move to a file beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.last_step = set_aside_lines_after(path, resume_step)
+        self.last_step = set_aside_lines_after(path, last_kept)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
@@ -62,23 +62,23 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     Raises:
         TrajectoryError: a line before the last is damaged.
     """
-    rows, _, _ = _read_lines(path)
+    rows, _ = _read_lines(path)
     return [row for row, _ in rows]
 
 
 def set_aside_lines_after(path: Path, step: int) -> int | None:
     """Keep only the lines up to `step`; returns the last step kept, None for none.
 
-    The rest, also a line cut by a kill, is appended nowhere and lost nowhere: it moves to
-    `metrics-after-step-000012.jsonl`. That copy is complete before the file itself is replaced.
+    The rest, also a line cut by a kill, moves to `metrics-set-aside.jsonl` (or `-1`, `-2`, ...). That
+    file is complete before the metrics file itself is replaced.
     """
     if not path.exists():
         return None
-    rows, torn, _ = _read_lines(path)
+    rows, torn = _read_lines(path)
     kept = [raw for row, raw in rows if row[STEP] <= step]
     aside = [raw for row, raw in rows if row[STEP] > step]
     if aside or torn:
-        beside = unused_path(path.with_name(f"{path.stem}-after-step-{step:06d}{path.suffix}"))
+        beside = unused_path(path.with_name(f"{path.stem}-set-aside{path.suffix}"))
         with replace_file(beside) as file:
             file.writelines(aside)
             file.write(torn)
@@ -89,11 +89,10 @@ def set_aside_lines_after(path: Path, step: int) -> int | None:
     return steps[-1] if steps else None
 
 
-def _read_lines(path: Path) -> tuple[list[tuple[dict[str, float], bytes]], bytes, int]:
-    """(row, raw line) of each whole line, the cut last line (b"" for none), and the number of lines."""
+def _read_lines(path: Path) -> tuple[list[tuple[dict[str, float], bytes]], bytes]:
+    """(row, raw line) of each whole line, and the cut last line (b"" for none)."""
     rows: list[tuple[dict[str, float], bytes]] = []
     torn = b""
-    number = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):
@@ -105,7 +104,7 @@ def _read_lines(path: Path) -> tuple[list[tuple[dict[str, float], bytes]], bytes
                 rows[-1][0][STEP] = int(row[STEP])
             except (ValueError, AttributeError, KeyError, TypeError) as error:
                 raise TrajectoryError(f"{path}:{number}: not a line of metrics ({error!r})") from error
-    return rows, torn, number
+    return rows, torn
 
 
 def _json_number(value: float) -> float | str:

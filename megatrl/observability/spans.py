@@ -26,6 +26,7 @@ class SpanRecorder:
 
     def __init__(self, trace_path: Path | None = None) -> None:
         self._lock = threading.Lock()
+        self._file_lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._pending: list[dict[str, Any]] = []
         self._tracks: dict[str, int] = {}
@@ -78,15 +79,17 @@ class SpanRecorder:
 
     def flush(self) -> None:
         """Append finished spans to the trace file."""
-        with self._lock:
-            pending, self._pending = self._pending, []
-            start = self._written
-            self._written += len(pending)
-        if self._trace_path is None or not pending:
-            return
-        lines = [json.dumps(event, separators=(",", ":")) for event in pending]
-        with self._trace_path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if start == 0 else ",\n") + ",\n".join(lines))
+        # Taken before the events are: two flushes at once would write their parts in either order.
+        with self._file_lock:
+            with self._lock:
+                pending, self._pending = self._pending, []
+                start = self._written
+                self._written += len(pending)
+            if self._trace_path is None or not pending:
+                return
+            lines = [json.dumps(event, separators=(",", ":")) for event in pending]
+            with self._trace_path.open("a", encoding="utf-8") as file:
+                file.write(("\n" if start == 0 else ",\n") + ",\n".join(lines))
 
     def close(self) -> None:
         """Flush, and close the JSON array."""
@@ -128,12 +131,16 @@ class SpanRecorder:
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file, also of one whose process was killed before it closed the array."""
-    text = path.read_text(encoding="utf-8").rstrip()
-    if not text.endswith("]"):
-        # Each event stands on its own line; the last one may be cut.
-        text = text[: text.rfind("}\n") + 1] if not text.endswith("}") else text
-        text = (text if len(text) > 1 else "[") + "]"
-    return json.loads(text)
+    events: list[dict[str, Any]] = []
+    # Each event stands on a line of its own, between lines with the brackets.
+    lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8").splitlines() if line not in ("[", "]", "")]
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise
+    return events
 
 
 def _event(phase: str, name: str, timestamp_us: int, track: int, **fields: Any) -> dict[str, Any]:

@@ -55,7 +55,12 @@ class TrajectoryStore:
         return records
 
     def set_aside_after(self, step: int) -> Path | None:
-        """Move the files of steps after `step` into a directory of their own; returns it, None if nothing moved."""
+        """Move the files of steps after `step` into a directory of their own; returns it, None if nothing moved.
+
+        Also deletes what a killed writer left unfinished. Only the run's one writer may call this.
+        """
+        for unfinished in self.directory.glob(".*.jsonl.gz.*.tmp"):
+            unfinished.unlink()
         later = [
             self.path(number, stream)
             for stream in ("step", "eval_step")
@@ -64,7 +69,7 @@ class TrajectoryStore:
         ]
         if not later:
             return None
-        aside = unused_path(self.directory / f"aside_after_{step:06d}")
+        aside = unused_path(self.directory / "set-aside")
         aside.mkdir(parents=True)
         for path in later:
             path.replace(aside / path.name)
