@@ -37,3 +37,9 @@ class PromptStream:
         prompts = tuple(self._source.prompt(self._position + offset) for offset in range(count))
         self._position += count
         return prompts
+
+    def seek(self, position: int) -> None:
+        """Continue at a position that an earlier stream reported."""
+        if position < 0:
+            raise ValueError(f"position of a prompt stream is {position}; it counts from 0")
+        self._position = position

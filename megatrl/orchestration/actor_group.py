@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from megatrl.actor.worker import UpdateResult
 from megatrl.config.credit import LossConfig
-from megatrl.config.engines import OptimizerConfig, PublishConfig
+from megatrl.config.engines import OptimizerConfig, PublishConfig, ServerConfig
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray, PackedBatch
 from megatrl.orchestration.rank_worker import FrozenRole
 from megatrl.orchestration.worker_group import WorkerGroup
+from megatrl.orchestration.sharing import share_over_ranks
 from megatrl.scoring.independent import QueryRunner
+from megatrl.weight_sync.publisher import PublishReport
 
 
 class ActorGroup:
@@ -61,20 +61,17 @@ class ActorGroup:
     def _run_queries(self, role: FrozenRole, queries: Sequence[PackedQueries], temperature: float) -> list[FloatArray]:
         if not queries:
             return []
-        shares = [list(queries[rank :: self.num_data_ranks]) for rank in range(self.num_data_ranks)]
-        most = max(len(share) for share in shares)
-        for share in shares:  # every rank runs the same number of microbatches
-            share += [_FILLER] * (most - len(share))
-        results = self.workers.call("frozen_logprobs", role, shares, temperature)
-        answers: dict[int, list[FloatArray]] = {}
-        for data_rank, answer in zip(self._data_ranks, results, strict=True):
-            answers[data_rank] = answer
-        return [answers[i % self.num_data_ranks][i // self.num_data_ranks] for i in range(len(queries))]
+        split = share_over_ranks(queries, self.num_data_ranks)
+        results = self.workers.call("frozen_logprobs", role, split.shares, temperature)
+        by_data_rank = dict(zip(self._data_ranks, results, strict=True))  # replicas of a rank give equal answers
+        return split.merge([by_data_rank[rank] for rank in range(self.num_data_ranks)])
 
-    def connect_servers(self, urls: Sequence[str], config: PublishConfig, model_path: Path) -> None:
-        self.workers.call("connect_servers", list(urls), config, str(model_path))
+    def connect_servers(
+        self, urls: Sequence[str], publish: PublishConfig, servers: ServerConfig, directory: Path
+    ) -> None:
+        self.workers.call("connect_servers", list(urls), publish, servers, str(directory))
 
-    def publish(self, policy_version: int) -> dict[str, float]:
+    def publish(self, policy_version: int) -> PublishReport:
         return self.workers.call("publish", policy_version)[0]
 
     def save_checkpoint(self, directory: Path) -> None:
@@ -94,11 +91,3 @@ class ActorGroup:
 
     def resume_memory(self) -> None:
         self.workers.call("resume_memory")
-
-
-_FILLER = PackedQueries(
-    tokens=np.zeros(1, dtype=np.int64),
-    cu_seqlens=np.array([0, 1], dtype=np.int64),
-    rows=np.zeros(0, dtype=np.int64),
-    targets=np.zeros(0, dtype=np.int64),
-)

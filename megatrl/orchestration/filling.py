@@ -29,7 +29,9 @@ class FilledBatch:
 class GroupCollector(Protocol):
     """Plays groups of episodes for prompts whose first position in the stream is given."""
 
-    def collect(self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int) -> tuple[PromptGroup, ...]: ...
+    def collect(
+        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+    ) -> tuple[PromptGroup, ...]: ...
 
 
 class LiveRollout:
@@ -75,5 +77,6 @@ def empty_message(batch: FilledBatch) -> str:
     return (
         f"no group survived selection after {batch.rounds} rounds: {len(groups)} groups, {all_right} all-right, "
         f"{all_wrong} all-wrong, {failed} with failures; reasons {reasons}. Change the task's difficulty, raise "
-        "batch.group_size or selection.max_rounds, or turn selection.drop_equal_rewards off; the last checkpoint is intact"
+        "batch.group_size or selection.max_rounds, or turn selection.drop_equal_rewards off; "
+        "the last checkpoint is intact"
     )

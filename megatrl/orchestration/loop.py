@@ -15,10 +15,10 @@ def train(run: Run) -> Progress:
     whole prompt groups, before any sharding.
     """
     config, actor = run.config, run.actor
-    progress = run.checkpoints.restore_latest(run)
+    progress = run.checkpoints.restore_latest()
     run.weight_sync.publish(progress.policy_version)
     if progress.step == 0 and config.evaluation.is_due(0):
-        run.observe.baseline(run.evaluator.run(progress))
+        run.evaluator.run(progress).report_to(run.observe.baseline)
 
     while progress.step < config.train.num_steps:
         step = progress.step + 1
@@ -48,15 +48,15 @@ def train(run: Run) -> Progress:
             # Publish: the next rollouts come from the weights just trained, proven to be there.
             with record.span("publish"):
                 progress = progress.advance(
-                    optimizer_steps=update.optimizer_steps, prompt_position=run.prompts.position
+                    optimizer_steps=update.num_optimizer_steps, prompt_position=run.prompts.position
                 )
                 run.weight_sync.publish(progress.policy_version)
 
             # Record: every trajectory, dropped ones too; then checkpoint and evaluate where due.
-            record.trajectories(batch, scores, estimate)
-            record.metrics(batch, estimate, run.mismatch, update)
+            record.trajectories(batch.groups, batch.dropped, estimate.per_turn, scores, estimate.details)
+            record.add(run.step_metrics(batch, packed, estimate, update))
             if config.checkpoint.is_due(step) or step == config.train.num_steps:
-                run.checkpoints.save(run, progress)
+                run.checkpoints.save(progress)
             if config.evaluation.is_due(step):
-                record.evaluation(run.evaluator.run(progress))
+                run.evaluator.run(progress).report_to(record.evaluation)
     return progress

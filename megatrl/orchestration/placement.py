@@ -1,9 +1,11 @@
 """Where processes go: Ray bundles for ranks and servers, with a deadline and a table when they do not fit."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -64,10 +66,10 @@ def ray_cluster(recipe: Recipe) -> Iterator[Placement]:
     """
     plan = plan_bundles(recipe)
     address = os.environ.get("RAY_ADDRESS", "local")
-    own: dict[str, object] = {}
+    own: dict[str, Any] = {}
     if address == "local":  # a CPU here is a slot, not a core: the roles take turns
         own = {"num_cpus": max(len(plan.bundles) * 2, os.cpu_count() or 1), "include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False, **own)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **own)
     try:
         group = placement_group(plan.bundles, strategy="PACK")
         if not group.wait(recipe.placement.ready_timeout_s):

@@ -13,14 +13,16 @@ from megatrl.actor.worker import ActorWorker, UpdateResult, WorkerSpec
 from megatrl.checkpoint.actor_state import load_actor_state, save_actor_state
 from megatrl.checkpoint.hf_export import export_hf_directory
 from megatrl.config.credit import LossConfig
-from megatrl.config.engines import OptimizerConfig, PublishConfig
+from megatrl.config.engines import OptimizerConfig, PublishConfig, ServerConfig
+from megatrl.config.model_shape import read_model_shape
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray, PackedBatch
+from megatrl.mcore.model import unwrap
 from megatrl.mcore.queries import target_logprobs
-from megatrl.rollout.control import ServerControl
 from megatrl.scoring.meter_model import MeterModel
 from megatrl.scoring.weight_swap import FrozenWeights
-from megatrl.weight_sync.publisher import Publisher
+from megatrl.weight_sync.publisher import Publisher, PublishReport
+from megatrl.weight_sync.routes import make_publisher
 
 FrozenRole = Literal["reference", "meter"]
 
@@ -67,7 +69,7 @@ class RankWorker:
 
     def freeze_reference(self) -> str:
         """Keeps a host copy of the present policy as the reference; returns its identity hash."""
-        self._reference = FrozenWeights.capture(self.actor.models)
+        self._reference = FrozenWeights.capture([unwrap(model) for model in self.actor.models])
         return self._reference.identity
 
     def load_meter(self, path: str) -> str:
@@ -87,16 +89,24 @@ class RankWorker:
             assert self._meter is not None, "load_meter comes first"
             return self._meter.target_logprobs(mine, temperature=temperature)
         assert self._reference is not None, "freeze_reference comes first"
-        with self._reference.swapped_into(self.actor.models):
+        with self._reference.swapped_into([unwrap(model) for model in self.actor.models]):
             return target_logprobs(self.actor.models, self.actor.layout, mine, temperature=temperature)
 
-    def connect_servers(self, urls: Sequence[str], config: PublishConfig, model_path: str) -> None:
-        """Rank 0 talks to the servers; the others only take part in gathering."""
-        controls = [ServerControl(url) for url in urls] if self._spec.rank == 0 else []
-        self._publisher = Publisher(config, controls, model_path=model_path)
+    def connect_servers(
+        self, urls: Sequence[str], publish: PublishConfig, servers: ServerConfig, directory: str
+    ) -> None:
+        """Rank 0 will talk to the servers; the others only take part in gathering."""
+        self._publisher = make_publisher(
+            publish,
+            read_model_shape(self._spec.model_path),
+            servers,
+            urls if self._spec.rank == 0 else (),
+            directory=Path(directory),
+            master_address=self._spec.master_addr,
+        )
 
-    def publish(self, policy_version: int) -> dict[str, float]:
-        """Moves the present weights into every server; returns metrics on rank 0."""
+    def publish(self, policy_version: int) -> PublishReport:
+        """Moves the present weights into every server and proves it; the report of rank 0 says how."""
         assert self._publisher is not None, "connect_servers comes first"
         return self._publisher.publish(self.actor.iter_hf_weights(), policy_version)
 

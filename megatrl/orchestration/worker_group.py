@@ -74,7 +74,9 @@ class WorkerGroup:
                 ranks = [references.index(reference) for reference in pending]
                 raise DeadlineError(f"{self.role}.{method} did not answer within {limit:.0f} s on ranks {ranks}")
             rank = references.index(ready[0])
-            _raise_cause(lambda reference=ready[0]: ray.get(reference, timeout=limit), f"{self.role} rank {rank}.{method}")
+            _raise_cause(
+                lambda reference=ready[0]: ray.get(reference, timeout=limit), f"{self.role} rank {rank}.{method}"
+            )
         return ray.get(references)
 
     def stop(self) -> None:

@@ -1,0 +1,252 @@
+"""A run put together: every role of the loop, built from a recipe on a cluster."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatrl.algorithms.advantages import AdvantageEstimate
+from megatrl.config.credit import DeltaTTGCredit, TraceCredit
+from megatrl.config.recipe import Recipe
+from megatrl.data.prompts import PromptStream
+from megatrl.data.samples import PackedBatch
+from megatrl.envs.registry import prompt_source
+from megatrl.errors import ConfigError
+from megatrl.meter.frozen import load_frozen_meter
+from megatrl.observability.record import Observation
+from megatrl.observability.trajectories import TrajectoryStore
+from megatrl.orchestration.actor_group import ActorGroup, UpdateResult
+from megatrl.orchestration.checkpoints import RunCheckpoints, latest_step, run_config
+from megatrl.orchestration.cluster import Cluster
+from megatrl.orchestration.devices import OwnedDevices, SharedDevices
+from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
+from megatrl.orchestration.filling import FilledBatch, LiveRollout
+from megatrl.orchestration.mismatch import MismatchMonitor
+from megatrl.orchestration.players import policy_player
+from megatrl.orchestration.progress import Progress
+from megatrl.orchestration.replay import RecordedRollout
+from megatrl.orchestration.scorers import MeterScorer, NullMeter, NullProbe, NullReference, Scorers
+from megatrl.orchestration.weight_sync import NullWeightSync, ProvenWeightSync, WeightSync
+from megatrl.rendering.renderer import Renderer, load_renderer
+from megatrl.scoring.independent import IndependentBackend
+from megatrl.scoring.meter import CandidateMeter
+from megatrl.scoring.reference_probe import ReferenceProbe
+
+
+class BatchFiller(Protocol):
+    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch: ...
+
+
+class Checkpoints(Protocol):
+    def restore_latest(self) -> Progress: ...
+
+    def save(self, progress: Progress) -> None: ...
+
+
+class HeldOut(Protocol):
+    def run(self, progress: Progress) -> Evaluation: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything `train` needs. Absent roles are null objects."""
+
+    config: Recipe
+    prompts: PromptStream
+    rollout: BatchFiller
+    actor: ActorGroup
+    scorers: Scorers
+    weight_sync: WeightSync
+    devices: OwnedDevices | SharedDevices
+    checkpoints: Checkpoints
+    evaluator: HeldOut
+    observe: Observation
+    mismatch: MismatchMonitor
+
+    @property
+    def credit(self) -> dict[str, Any]:
+        """The sections that `estimate_advantages` reads."""
+        config = self.config
+        return {"credit": config.credit, "group_statistics": config.group_statistics, "reward": config.reward}
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """The numbers that `pack` reads."""
+        config = self.config
+        return {
+            "num_minibatches": config.batch.num_minibatches,
+            "microbatch_tokens": config.batch.microbatch_tokens,
+            "loss": config.loss,
+            "context_tokens": config.rollout.context_tokens,
+        }
+
+    def step_metrics(
+        self, batch: FilledBatch, packed: PackedBatch, estimate: AdvantageEstimate, update: UpdateResult
+    ) -> dict[str, float]:
+        """What the parts of one step report, under their own prefixes."""
+        return {
+            **{f"actor/{name}": value for name, value in update.metrics.items()},
+            **{f"credit/{name}": value for name, value in estimate.metrics.items()},
+            **self.scorers.metrics,
+            **self.weight_sync.metrics,
+            "mismatch/mean": self.mismatch.mean,
+            "mismatch/max": self.mismatch.maximum,
+            "batch/rounds": float(batch.rounds),
+            "batch/samples": float(len(packed.samples)),
+            "batch/action_tokens": float(packed.num_action_tokens),
+        }
+
+
+@contextlib.contextmanager
+def open_run(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    run_dir: Path,
+    start: Path,
+    meter: Path | None = None,
+    resume: bool = False,
+) -> Iterator[Run]:
+    """Builds a run in `run_dir` that begins at the Hugging Face directory `start`.
+
+    `meter` is a frozen meter's directory where the credit rule needs one. With `resume` the loop
+    continues at the newest checkpoint in `run_dir`.
+    """
+    actor = cluster.actor(recipe)
+    actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
+    renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, meter)
+    prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
+    directory = run_dir / "checkpoints"
+    checkpoints = RunCheckpoints(
+        directory,
+        recipe,
+        actor=actor,
+        prompts=prompts,
+        frozen_models=frozen_models,
+        restore_from=directory if resume else None,
+    )
+    urls = cluster.servers.wait_ready()
+    actor.connect_servers(urls, recipe.publish, recipe.rollout.servers, run_dir / "publish")
+    devices = cluster.devices(actor)
+    evaluation = recipe.evaluation
+    held_out = policy_player(recipe, renderer, urls, group_size=1, temperature=evaluation.temperature)
+    with Observation.open(
+        run_dir,
+        recipe.observe,
+        num_steps=recipe.train.num_steps,
+        resume_step=latest_step(directory, recipe) if resume else 0,
+        run_config=run_config(recipe),
+    ) as observe:
+        player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
+        yield Run(
+            config=recipe,
+            prompts=prompts,
+            rollout=LiveRollout(player, recipe.batch, recipe.reward, recipe.selection),
+            actor=actor,
+            scorers=scorers,
+            weight_sync=ProvenWeightSync(actor, cluster.servers),
+            devices=devices,
+            checkpoints=checkpoints,
+            evaluator=Evaluator(
+                held_out, prompt_source(recipe.env, seed=recipe.seed, split="eval"), evaluation, devices
+            ),
+            observe=observe,
+            mismatch=MismatchMonitor(recipe.train.max_mismatch),
+        )
+
+
+@contextlib.contextmanager
+def open_replay(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    recorded: Path,
+    from_step: int,
+    out: Path,
+    start: Path,
+    meter: Path | None = None,
+) -> Iterator[Run]:
+    """Builds the same run with the trajectories of `recorded` in place of a rollout, and without servers.
+
+    It begins at the checkpoint of `from_step` in `recorded`, or at `start` for 0, and writes to `out`.
+    """
+    actor = cluster.actor(recipe)
+    actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
+    renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, meter)
+    prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
+    checkpoints = RunCheckpoints(
+        out / "checkpoints",
+        recipe,
+        actor=actor,
+        prompts=prompts,
+        frozen_models=frozen_models,
+        restore_from=recorded / "checkpoints" if from_step else None,
+        restore_step=from_step or None,
+    )
+    with Observation.open(
+        out,
+        recipe.observe,
+        num_steps=recipe.train.num_steps,
+        resume_step=from_step,
+        run_config=run_config(recipe),
+    ) as observe:
+        yield Run(
+            config=recipe,
+            prompts=prompts,
+            rollout=RecordedRollout(TrajectoryStore(recorded), first_step=from_step + 1),
+            actor=actor,
+            scorers=scorers,
+            weight_sync=NullWeightSync(),
+            devices=OwnedDevices(),
+            checkpoints=checkpoints,
+            evaluator=NullEvaluator(),
+            observe=observe,
+            mismatch=MismatchMonitor(recipe.train.max_mismatch),
+        )
+
+
+def make_scorers(
+    recipe: Recipe, actor: ActorGroup, renderer: Renderer, meter: Path | None
+) -> tuple[Scorers, dict[str, str]]:
+    """The frozen models that credit rule and loss ask for, and the identity of each by role.
+
+    The actor must hold the start policy: the reference is a copy of it.
+    """
+    identities: dict[str, str] = {}
+    budget = recipe.batch.microbatch_tokens
+    probe: ReferenceProbe | None = None
+    if isinstance(recipe.credit, TraceCredit) or recipe.loss.kl_coefficient > 0:
+        identities["reference"] = actor.freeze_reference()
+        probe = ReferenceProbe(
+            codec=renderer,
+            runner=actor.query_runner("reference"),
+            microbatch_tokens=budget,
+            max_sequence_tokens=recipe.rollout.context_tokens,
+            policy_temperature=recipe.rollout.sampling.temperature,
+            use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
+        )
+    scorer: MeterScorer = NullMeter()
+    if isinstance(recipe.credit, DeltaTTGCredit):
+        if meter is None:
+            raise ConfigError("credit.kind is deltattg but there is no meter; set meter.kind to frozen or trained")
+        frozen = load_frozen_meter(meter, policy_fingerprint=renderer.fingerprint)
+        identities["meter"] = actor.load_meter(meter)
+        scorer = CandidateMeter(
+            prompt=frozen.prompt,
+            backend=IndependentBackend(runner=actor.query_runner("meter"), microbatch_tokens=budget),
+            failure_cost=frozen.failure_cost,
+            policy_fingerprint=renderer.fingerprint,
+            max_sequence_tokens=recipe.rollout.context_tokens + frozen.prompt.num_extra_tokens,
+            with_terminal=recipe.credit.terminal == "meter",
+        )
+    scorers = Scorers(
+        answers=probe if probe is not None and isinstance(recipe.credit, TraceCredit) else NullProbe(),
+        meter=scorer,
+        reference=(probe if probe is not None and recipe.loss.kl_coefficient > 0 else NullReference()),
+        credit=recipe.credit,
+        group_statistics=recipe.group_statistics,
+    )
+    return scorers, identities
