@@ -75,9 +75,8 @@ class RolloutServer:
 
     @property
     def url(self) -> str:
-        """Base URL; the port is known after `start`."""
-        host = "127.0.0.1" if self.spec.host in ("0.0.0.0", "::") else self.spec.host
-        return f"http://{host}:{self._port}"
+        """Base URL, as other nodes reach it; the port is known after `start`."""
+        return f"http://{reachable_address(self.spec.host)}:{self._port}"
 
     @property
     def is_alive(self) -> bool:
@@ -265,10 +264,22 @@ def free_port(host: str) -> int:
     raise RolloutError(f"no free TCP port on {host} in 100 attempts")
 
 
+@functools.cache
+def reachable_address(host: str) -> str:
+    """Where a server bound to `host` is reached: this node's own address where it is bound to all of them."""
+    if host != "0.0.0.0":
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # picks the outgoing interface; sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
 def _accepts(host: str, port: int) -> bool:
-    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     try:
-        socket.create_connection((address, port), timeout=1.0).close()
+        socket.create_connection((reachable_address(host), port), timeout=1.0).close()
     except OSError:
         return False
     return True
