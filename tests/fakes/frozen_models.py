@@ -21,7 +21,7 @@ from megatrl.data.trajectories import (
 
 
 class WordCodec:
-    """Whitespace-separated words <-> ids, in the order given; unknown words are an error."""
+    """Whitespace-separated words <-> ids, in the order given; unknown words are errors, unknown ids left out."""
 
     def __init__(self, words: Sequence[str], *, wrapper: str = "", stop: str = "<end>") -> None:
         self.words = [*dict.fromkeys([*words, *wrapper.split(), stop])]
@@ -34,7 +34,7 @@ class WordCodec:
         return tuple(self._ids[word] for word in text.split())
 
     def decode(self, ids: Sequence[int] | IntArray) -> str:
-        return " ".join(self.words[i] for i in ids)
+        return " ".join(self.words[i] for i in ids if i < len(self.words))
 
     def answer_wrapper(self) -> tuple[int, ...]:
         return self.encode(self._wrapper)
