@@ -141,7 +141,8 @@ class _Attempt:
         if not transport.changes_weights_while_sending:
             self._pause()
         self._phase("finish", transport.finish)
-        self._each("flush", lambda server: server.flush_cache())
+        # Without a waiting time: SGLang would wait for its queue to empty, where retracted requests stay paused.
+        self._each("flush", lambda server: server.flush_cache(timeout_s=0.0))
         if self._checksums is not None:
             expected = self._checksums.table()
             self._each("verify", lambda server: _verify(server, expected))

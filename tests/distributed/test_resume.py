@@ -1,0 +1,73 @@
+"""A run that is saved and continued takes bit for bit the steps of the run that was not interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import make_case
+from world import free_port, run_world
+
+pytestmark = pytest.mark.slow
+
+
+def run_of(case: Path, out: Path, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "case": str(case),
+        "source": str(case.parent / "model"),
+        "out": str(out),
+        "layout": layout,
+        "ports": [free_port() for _ in range(10)],
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def moe_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_case(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+
+
+def assert_resumes_exactly(result: dict[str, Any]) -> None:
+    whole = result["uninterrupted"]
+    assert len({entry["hash"] for entry in whole}) == 4, "every step has to move the weights"
+    assert result["resumed_at_2"] == whole[2:]
+    assert result["resumed_at_0"] == whole[:2]
+
+
+def test_one_process_resumes_bitwise_and_says_what_it_cannot_resume(moe_case: Path, tmp_path: Path) -> None:
+    runs = [
+        run_of(moe_case, tmp_path / "distributed", {}, refused={"other precision": {"precision": "bf16"}}),
+        run_of(moe_case, tmp_path / "plain", {}, distributed=False),
+        run_of(moe_case, tmp_path / "bf16", {}, precision="bf16"),
+    ]
+    for directory in ("distributed", "plain", "bf16"):
+        (tmp_path / directory).mkdir()
+    (results,) = run_world("resume_rank.py", 1, {"runs": runs}, tmp_path / "world", timeout_s=240)
+    for result in results:
+        assert_resumes_exactly(result)
+        weights_only = result["weights_only"][0]
+        assert weights_only["hash"] != result["uninterrupted"][2]["hash"], "moments make a difference"
+    assert "saved with actor.precision=fp32, this run has bf16" in results[0]["other precision"]
+
+
+def test_two_processes_resume_bitwise_and_change_between_tensor_and_pipeline(moe_case: Path, tmp_path: Path) -> None:
+    tensor = {"world_size": 2, "tensor": 2, "sequence_parallel": True}
+    pipeline = {"world_size": 2, "pipeline": 2}
+    as_pipeline = {"tensor": 1, "pipeline": 2, "sequence_parallel": False}
+    expert = {"world_size": 2, "expert": 2}
+    runs = [
+        run_of(moe_case, tmp_path / "expert", expert, refused={"one expert rank": {"layout": {"expert": 1}}}),
+        run_of(moe_case, tmp_path / "tensor", tensor, resharded={"as pipeline": as_pipeline}),
+        run_of(moe_case, tmp_path / "pipeline", pipeline),
+    ]  # fmt: skip
+    for directory in ("expert", "tensor", "pipeline"):
+        (tmp_path / directory).mkdir()
+    ranks = run_world("resume_rank.py", 2, {"runs": runs}, tmp_path / "world", timeout_s=280)
+    for results in ranks:
+        for result in results:
+            assert_resumes_exactly(result)
+            assert result["weights_only"][0]["hash"] != result["uninterrupted"][2]["hash"]
+        assert "saved with actor.layout.expert=2, this run has 1" in results[0]["one expert rank"]
+        # Another layout sums in another order, so equal up to rounding.
+        for resumed, wanted in zip(results[1]["as pipeline"], results[1]["uninterrupted"][2:], strict=True):
+            assert resumed["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert resumed["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
