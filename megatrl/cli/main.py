@@ -64,7 +64,8 @@ def train(
     show_warnings(loaded.warnings)
     from megatrl.orchestration import command
 
-    command.train(loaded, resume=resume, run_id=run_id)
+    run_dir = command.train(loaded, resume=resume, run_id=run_id)
+    print(run_dir)
 
 
 @app.command()
@@ -73,7 +74,6 @@ def compare(
     comparison: Annotated[Path, typer.Argument(help="Comparison file: a recipe and the arms that change it.")],
     overrides: Overrides = None,
     *,
-    resume: Resume = False,
     run_id: RunId = None,
 ) -> None:
     """Train every arm of a comparison from one start and report them side by side."""
@@ -84,21 +84,26 @@ def compare(
         show_warnings(arm.warnings)
     from megatrl.orchestration import command
 
-    command.compare(loaded, resume=resume, run_id=run_id)
+    command.compare(loaded, run_id=run_id)
 
 
 @app.command()
 @reports_failures
 def replay(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    overrides: Overrides = None,
     *,
-    step: Annotated[int | None, typer.Option("--step", min=1, help="This step only; by default all of them.")] = None,
+    from_step: Annotated[
+        int, typer.Option("--from-step", min=0, help="Begin at this step's checkpoint; 0 is the start.")
+    ] = 0,
+    num_steps: Annotated[
+        int | None, typer.Option("--num-steps", min=1, help="Last step; by default the recipe's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory of the replay; by default in the run's.")] = None,
 ) -> None:
     """Train on the stored trajectories of a run again, without rollout servers."""
     from megatrl.orchestration import command
 
-    command.replay(run, step=step, overrides=tuple(overrides or ()))
+    print(command.replay(run, from_step=from_step, num_steps=num_steps, out=out))
 
 
 @app.command(name="make-tiny")
@@ -118,9 +123,9 @@ def make_tiny(
     if not isinstance(model, TinyModel):
         place = loaded.origin("model.kind")
         raise ConfigError(f"{place}: model.kind = {model.kind}: make-tiny makes tiny models; name another recipe")
-    from megatrl.checkpoint import tiny_model
+    from megatrl.checkpoint.tiny_model import make_tiny as write_tiny
 
-    tiny_model.make_tiny(model, loaded.recipe.env, out)
+    write_tiny(model, loaded.recipe.env, out)
     print(out)
 
 

@@ -6,8 +6,8 @@ from megatrl.config.violations import Violation
 from megatrl.config.yaml_nodes import OVERRIDE, Array, Entry, Node, Origin, Scalar, Table, parse_yaml
 from megatrl.errors import ConfigError
 
-COMPARED_ALIKE = ("model", "start", "env")
-"""Sections that the arms of a comparison share: they begin from one policy on one task."""
+COMPARED_ALIKE = ("seed", "model", "start", "env", "placement", "rollout", "publish", "actor.layout")
+"""What the arms of a comparison share: they begin from one policy on one task, and use the same processes."""
 
 
 def override_layers(overrides: Sequence[str], violations: list[Violation]) -> list[Table]:
@@ -103,8 +103,9 @@ def arm_tables(table: Table, violations: list[Violation]) -> dict[str, Table]:
             refuse(settings.origin, f"arms.{arm}", "expected a map of overrides", "write {credit.kind: trace}")
             continue
         for key, setting in settings.entries.items():
-            if key.partition(".")[0] in COMPARED_ALIKE:
+            shared = next((path for path in COMPARED_ALIKE if f"{key}.".startswith(f"{path}.")), None)
+            if shared is not None:
                 remedy = "change it in the recipe, or compare two runs of `megatrl train`"
-                refuse(setting.origin, f"arms.{arm}.{key}", "arms share their model, start and environment", remedy)
+                refuse(setting.origin, f"arms.{arm}.{key}", f"all arms share {shared}", remedy)
         arms[arm] = settings
     return arms

@@ -306,7 +306,8 @@ def test_problems_of_all_arms_are_listed_at_once(tmp_path):
     "text, problem",
     [
         (COMPARISON.replace("arms:", "arm:"), "did you mean arms?"),
-        (COMPARISON.replace("credit.window: 5", "env.num_hops: 5"), "arms share their model, start and environment"),
+        (COMPARISON.replace("credit.window: 5", "env.num_hops: 5"), "all arms share env"),
+        (COMPARISON.replace("credit.window: 5", "actor.layout.expert: 2"), "all arms share actor.layout"),
         (COMPARISON.replace("  grpo: {}", "  a/b: {}"), "names a directory"),
         (COMPARISON.replace("  grpo: {}", "  grpo: 3"), "expected a map of overrides"),
         ("name: both\nrecipe: recipe.yaml\narms: {}\n", "expected a map of arms"),
