@@ -13,11 +13,13 @@ from megatrl.config.engine_checks import (
     check_learning_rate,
     check_model_files,
     check_precision,
+    check_server_degree,
     check_sglang_arguments,
     check_tiny_model,
     check_token_limits,
     check_turn_limits,
 )
+from megatrl.config.environments import TextWorldConfig
 from megatrl.config.recipe import NoMeter, Recipe, TrainedMeter
 from megatrl.config.violations import Problem
 
@@ -68,6 +70,16 @@ def check_trace_selection(recipe: Recipe) -> Iterator[Problem]:
             paths=("selection.drop_equal_rewards", "credit.kind"),
             message="TRACE learns from groups whose rewards are all equal; dropping them throws that away",
             remedy="set selection.drop_equal_rewards: false, or use another credit",
+        )
+
+
+def check_gold_answers(recipe: Recipe) -> Iterator[Problem]:
+    """TRACE scores the gold answer, so the environment has to have one."""
+    if isinstance(recipe.credit, TraceCredit) and isinstance(recipe.env, TextWorldConfig):
+        yield Problem(
+            paths=("credit.kind", "env.kind"),
+            message="TRACE scores states by the gold answer, and TextWorld games have none",
+            remedy="use another credit (gigpo, deltattg), or an environment with answers",
         )
 
 
@@ -197,6 +209,7 @@ CHECKS: tuple[Check, ...] = (
     check_sampling_filters,
     check_group_size,
     check_trace_selection,
+    check_gold_answers,
     check_meter,
     check_meter_training,
     check_loss_options,
@@ -208,6 +221,7 @@ CHECKS: tuple[Check, ...] = (
     check_learning_rate,
     check_devices,
     check_precision,
+    check_server_degree,
     check_sglang_arguments,
     check_tiny_model,
     check_layout_fits,

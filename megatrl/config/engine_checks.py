@@ -186,6 +186,17 @@ def _shape(recipe: Recipe) -> ModelShape | None:
         return None
 
 
+def check_server_degree(recipe: Recipe) -> Iterator[Problem]:
+    """SGLang splits attention heads over its devices."""
+    shape, degree = _shape(recipe), recipe.rollout.servers.tensor
+    if shape is not None and shape.num_heads % degree:
+        yield Problem(
+            paths=("rollout.servers.tensor",),
+            message=f"does not divide the model's {shape.num_heads} attention heads",
+            remedy="set it to a divisor of them",
+        )
+
+
 def check_context_fits_model(recipe: Recipe) -> Iterator[Problem]:
     """The model knows as many positions as a trajectory may have."""
     shape = _shape(recipe)

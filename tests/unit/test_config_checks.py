@@ -35,6 +35,8 @@ REFUSED = {
         ("selection.min_group_size=9", "every group would get zero weight"),
     ],
     "check_trace_selection": [("credit.kind=trace selection.drop_equal_rewards=true", "TRACE learns from groups")],
+    "check_gold_answers": [("credit.kind=trace env.kind=textworld", "TextWorld games have none")],
+    "check_server_degree": [("rollout.servers.tensor=3", "does not divide the model's 4 attention heads")],
     "check_meter": [
         ("credit.kind=deltattg", "DeltaTTG reads a meter"),
         ("meter.kind=trained", "only credit.kind: deltattg reads a meter"),
