@@ -58,7 +58,7 @@ def policy_objective(
         "policy_loss": policy.loss.detach(),
         **policy.metrics,
         "mismatch_ratio_mean": masked_sum(mismatch.ratio_T, action_mask_T) / num_action_tokens,
-        "mismatch_rejected_fraction": mismatch.is_rejected_T.sum() / num_action_tokens,
+        "mismatch_rejected_fraction": mismatch.is_rejected_T.sum(dtype=torch.float64) / num_action_tokens,
     }
     reduction = {"loss_denominator": loss_denominator, "num_action_tokens": num_action_tokens}
     if reference_logprobs_T is not None:

@@ -64,12 +64,12 @@ def clipped_policy_loss(
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     unclipped_loss_T, clipped_loss_T = -advantages_T * ratio_T, -advantages_T * clipped_T
     losses_T = torch.maximum(unclipped_loss_T, clipped_loss_T)
-    metrics = {"clip_fraction": (clipped_loss_T > unclipped_loss_T).sum() / num_action_tokens}
+    metrics = {"clip_fraction": (clipped_loss_T > unclipped_loss_T).sum(dtype=torch.float64) / num_action_tokens}
     if dual_clip is not None:
         bound_T = -dual_clip * advantages_T
         is_bounded_T = (advantages_T < 0) & (losses_T > bound_T)
         losses_T = torch.where(is_bounded_T, bound_T, losses_T)
-        metrics["dual_clip_fraction"] = is_bounded_T.sum() / num_action_tokens
+        metrics["dual_clip_fraction"] = is_bounded_T.sum(dtype=torch.float64) / num_action_tokens
     metrics |= _drift_metrics(log_ratio_T, action_mask_T, num_action_tokens)
     loss = _weighted(losses_T, action_mask_T, loss_weights_T, mismatch_weights_T) / loss_denominator
     return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
@@ -109,7 +109,7 @@ def sequence_policy_loss(
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     unclipped_loss_T, clipped_loss_T = -advantages_T * ratio_T, -advantages_T * clipped_T
     losses_T = torch.maximum(unclipped_loss_T, clipped_loss_T)
-    metrics = {"clip_fraction": (clipped_loss_T > unclipped_loss_T).sum() / num_action_tokens}
+    metrics = {"clip_fraction": (clipped_loss_T > unclipped_loss_T).sum(dtype=torch.float64) / num_action_tokens}
     token_log_ratio_T = torch.where(action_mask_T, logprobs_T - old_logprobs_T, 0.0)
     metrics |= _drift_metrics(token_log_ratio_T, action_mask_T, num_action_tokens)
     loss = _weighted(losses_T, action_mask_T, loss_weights_T, mismatch_weights_T) / loss_denominator
