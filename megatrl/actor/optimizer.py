@@ -53,7 +53,7 @@ def build_optimizer(
         params_dtype=DTYPES[actor.precision],
         use_distributed_optimizer=actor.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, list(models))
+    return get_megatron_optimizer(config, list(models))  # type: ignore[arg-type]
 
 
 def zero_gradients(models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
@@ -67,9 +67,9 @@ def optimizer_step(
 ) -> float:
     """Clips, steps, and returns the gradient norm over all parameters before clipping.
 
-    Weight decay spares one-dimensional parameters (norms): Megatron marks them with a multiplier that only
-    its own scheduler would apply. Collective over all ranks. Raises NonFiniteError on every rank, naming this rank's parameters, and
-    before anything moves, when the norm is NaN or infinite.
+    Collective over all ranks. Raises NonFiniteError on every rank, naming this rank's parameters, and
+    before anything moves, when the norm is NaN or infinite. Weight decay spares one-dimensional
+    parameters (norms): Megatron marks them with a multiplier that only its own scheduler would apply.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())

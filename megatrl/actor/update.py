@@ -50,7 +50,7 @@ def minibatch_gradients(
     """
     if len(minibatch.microbatches) != layout.data:
         raise TrajectoryError(
-            f"the minibatch is packed for {len(minibatch.microbatches)} data-parallel ranks, the layout has {layout.data}"
+            f"the minibatch is packed for {len(minibatch.microbatches)} data ranks, the layout has {layout.data}"
         )
     microbatches = minibatch.microbatches[layout.data_rank]
     packs = [pack_tokens(m.tokens, m.cu_seqlens, layout) for m in microbatches]

@@ -82,9 +82,7 @@ class ActorWorker:
         Valid on every tensor and pipeline rank. Samples that were left out of the microbatches are absent.
         """
         mine = [m for minibatch in batch.minibatches for m in minibatch.microbatches[self.layout.data_rank]]
-        answers = target_logprobs(
-            self.models, self.layout, [_action_queries(m) for m in mine], temperature=temperature
-        )
+        answers = target_logprobs(self.models, self.layout, [_action_queries(m) for m in mine], temperature=temperature)
         by_sample: dict[int, FloatArray] = {}
         for microbatch, answer in zip(mine, answers, strict=True):
             column = np.zeros(len(microbatch.tokens))

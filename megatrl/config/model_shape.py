@@ -71,7 +71,7 @@ def read_model_shape(path: str | Path) -> ModelShape:
 
 def model_shape_of(config: Mapping[str, Any], *, source: str) -> ModelShape:
     """Returns the shape a parsed config.json describes; `source` names it in errors."""
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in MODEL_TYPES:
         raise ModelError(
             f"{source}: model_type is {model_type!r}; supported are {', '.join(MODEL_TYPES)} "

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatrl.config.model_shape import ModelShape
 from megatrl.errors import ModelError
+from megatrl.mcore.groups import broadcast, expert_group, expert_tensor_group, pipeline_group, tensor_group
 from megatrl.mcore.model import CausalModel, padded_vocab_size, unwrap
 from megatrl.mcore.safetensors_reader import SafetensorsReader
 from megatrl.mcore.weight_map import (
@@ -75,9 +75,9 @@ def iter_hf_weights(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
 def _named_parameters(model: CausalModel) -> dict[str, Tensor]:
     """Returns this rank's parameters under global names; a name that occurs twice is an error."""
     layers_here = len(model.decoder.layers)
-    experts_here = model.shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first_layer = parallel_state.get_pipeline_model_parallel_rank() * layers_here
-    first_expert = parallel_state.get_expert_model_parallel_rank() * experts_here
+    experts_here = model.shape.num_experts // expert_group().size()
+    first_layer = pipeline_group().rank() * layers_here
+    first_expert = expert_group().rank() * experts_here
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         full_name = global_name(name, first_layer=first_layer, first_expert=first_expert)
@@ -117,7 +117,7 @@ def _load_parameter(parameter: Tensor, rule: WeightRule, reader: SafetensorsRead
         if tuple(tensor.shape) != expected:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {expected}")
         tensors.append(tensor.to(parameter.dtype))
-    padded_vocab = padded_vocab_size(shape, parallel_state.get_tensor_model_parallel_world_size())
+    padded_vocab = padded_vocab_size(shape, tensor_group().size())
     group = _splitting_group(rule)
     full = fuse(rule, tensors, shape, padded_vocab=padded_vocab)
     part = cut(rule, full, num_ranks=group.size(), rank=group.rank())
@@ -128,9 +128,9 @@ def _load_parameter(parameter: Tensor, rule: WeightRule, reader: SafetensorsRead
 
 def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor | None:
     """Returns the full parameter on the stage that owns it, None on the others."""
-    if _owning_stage(rule, shape) != parallel_state.get_pipeline_model_parallel_rank():
+    if _owning_stage(rule, shape) != pipeline_group().rank():
         return None
-    if rule.expert is not None and parallel_state.get_expert_model_parallel_world_size() > 1:
+    if rule.expert is not None and expert_group().size() > 1:
         return _expert_from_owner(rule, rule.expert, parameters, shape)
     parameter = parameters[rule.megatron_name].detach()
     group = _splitting_group(rule)
@@ -143,40 +143,36 @@ def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape
 
 def _splitting_group(rule: WeightRule) -> dist.ProcessGroup:
     """The ranks among which a parameter with a `split_dim` is cut."""
-    if rule.expert is None:
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
+    return tensor_group() if rule.expert is None else expert_tensor_group()
 
 
 def _expert_from_owner(rule: WeightRule, expert: int, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor:
     """Expert parallelism never cuts an expert, so the owner's copy is the full parameter."""
-    owner = expert // (shape.num_experts // parallel_state.get_expert_model_parallel_world_size())
+    owner = expert // (shape.num_experts // expert_group().size())
     if rule.megatron_name in parameters:
         tensor = parameters[rule.megatron_name].detach().contiguous()
     else:
         rows, columns = hf_tensor_shape(shape, rule.hf_names[0])
         anchor = next(iter(parameters.values()))
         tensor = torch.empty(len(rule.hf_names) * rows, columns, dtype=anchor.dtype, device=anchor.device)
-    group = parallel_state.get_expert_model_parallel_group()
-    dist.broadcast(tensor, src=dist.get_global_rank(group, owner), group=group)
+    broadcast(tensor, source=owner, group=expert_group())
     return tensor
 
 
 def _from_owning_stage(rule: WeightRule, name: str, tensor: Tensor | None, model: CausalModel) -> Tensor:
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    if pipeline_group().size() == 1:
         assert tensor is not None, "the only stage owns every tensor"
         return tensor
-    group = parallel_state.get_pipeline_model_parallel_group()
     if tensor is None:
         anchor = next(model.parameters())
         tensor = torch.empty(hf_tensor_shape(model.shape, name), dtype=anchor.dtype, device=anchor.device)
     tensor = tensor.contiguous()
-    dist.broadcast(tensor, src=dist.get_global_rank(group, _owning_stage(rule, model.shape)), group=group)
+    broadcast(tensor, source=_owning_stage(rule, model.shape), group=pipeline_group())
     return tensor
 
 
 def _owning_stage(rule: WeightRule, shape: ModelShape) -> int:
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_stages = pipeline_group().size()
     if rule.layer is not None:
         return rule.layer // (shape.num_layers // num_stages)
     return 0 if rule.megatron_name == EMBEDDING else num_stages - 1

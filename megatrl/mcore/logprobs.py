@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatrl.mcore.groups import tensor_group
 from megatrl.mcore.model import CausalModel
 
 LOGIT_BYTES = 256 * 1024 * 1024
@@ -92,7 +92,7 @@ def _chunk_logprobs(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     logits_UV = (hidden_UH @ weight_VH.t()).float() / temperature
-    first = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
+    first = tensor_group().rank() * weight_VH.shape[0]
     num_valid = min(max(model.shape.vocab_size - first, 0), weight_VH.shape[0])
     if num_valid < weight_VH.shape[0]:
         is_padding_V = torch.arange(weight_VH.shape[0], device=logits_UV.device) >= num_valid
@@ -110,7 +110,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_UV: Tensor, index_N: Tensor, targets_N: Tensor, with_entropy: bool) -> Any:
         """`targets_N` count from this rank's first vocabulary row; those of other ranks fall outside."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         peak_U = logits_UV.max(dim=-1).values
         dist.all_reduce(peak_U, op=dist.ReduceOp.MAX, group=group)
         weights_UV = (logits_UV - peak_U[:, None]).exp()
@@ -140,9 +140,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         probs_UV, index_N, local_N, is_mine_N = ctx.saved_tensors[:4]
         row_gradient_U = probs_UV.new_zeros(probs_UV.shape[0]).index_add_(0, index_N, logprob_gradient_N)
         gradient_UV = -probs_UV * row_gradient_U[:, None]
-        gradient_UV.index_put_(
-            (index_N, local_N), torch.where(is_mine_N, logprob_gradient_N, 0.0), accumulate=True
-        )
+        gradient_UV.index_put_((index_N, local_N), torch.where(is_mine_N, logprob_gradient_N, 0.0), accumulate=True)
         if ctx.with_entropy:
             log_probs_UV, entropy_U = ctx.saved_tensors[4:]
             row_gradient_U = torch.zeros_like(entropy_U).index_add_(0, index_N, entropy_gradient_N)

@@ -42,7 +42,9 @@ class CausalModel(GPTModel):
         """Returns this tensor rank's rows of the output projection, [padded vocabulary / TP, hidden]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert weight is not None, "only a tied model's output layer has no weight of its own"
+        return weight
 
 
 def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
@@ -61,7 +63,7 @@ def build_model(
     config = transformer_config(shape, layout, precision=precision, recompute=recompute)
     model = CausalModel(
         config,
-        _block_spec(config, shape, layout),
+        _block_spec(config, shape, layout),  # type: ignore[arg-type]  # a block's submodules are accepted too
         vocab_size=padded_vocab_size(shape, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=layout.is_first_stage,

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray
 from megatrl.errors import NonFiniteError, ScoringError
+from megatrl.mcore.groups import broadcast, pipeline_group
 from megatrl.mcore.layout import Layout, activate
 from megatrl.mcore.logprobs import pair_logprobs
 from megatrl.mcore.model import CausalModel, shape_of
@@ -51,11 +50,7 @@ def target_logprobs(
         num_questions = sum(query.num_questions for query in queries)
         flat = torch.zeros(num_questions, dtype=torch.float64, device=layout.torch_device)
     if layout.pipeline > 1 and len(flat):
-        dist.broadcast(
-            flat,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
+        broadcast(flat, source=layout.pipeline - 1, group=pipeline_group())
     results = _split(flat.cpu().numpy(), queries)
     _require_finite(results)
     return results
@@ -68,7 +63,7 @@ def _split(flat: FloatArray, queries: Sequence[PackedQueries]) -> list[FloatArra
 
 def _check_ids(query: PackedQueries, vocab_size: int) -> None:
     for name, ids in (("tokens", query.tokens), ("targets", query.targets)):
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             raise ScoringError(
                 f"{name} hold ids {int(ids.min())}..{int(ids.max())} outside the model's vocabulary [0, {vocab_size}); "
                 "was the text rendered with another model's tokenizer?"

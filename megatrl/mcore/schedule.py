@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatrl.mcore.groups import data_group, pipeline_group
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import CausalModel, unwrap
 from megatrl.mcore.packing import PackedTokens
@@ -99,9 +99,9 @@ def _sum_metrics(per_microbatch: list[dict[str, Tensor]], layout: Layout) -> dic
     if layout.is_last_stage:
         names = sorted(per_microbatch[0])
         values = torch.stack([torch.stack([m[name].double() for m in per_microbatch]).sum() for name in names])
-        dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(values, group=data_group())
         total = [dict(zip(names, values.tolist(), strict=True))]
     if layout.pipeline > 1:
-        source = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast_object_list(total, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        group = pipeline_group()
+        dist.broadcast_object_list(total, src=dist.get_global_rank(group, layout.pipeline - 1), group=group)
     return total[0]

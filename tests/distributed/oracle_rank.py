@@ -69,7 +69,10 @@ def compare(case: Case, run: dict[str, Any], rank: int) -> dict[str, float]:
     mine = worker.logprobs(batch, temperature=TEMPERATURE)
     result["num_logprobs"] = len(mine)
     result["logprobs"] = max(
-        (_relative(p[case.samples[i].action_mask], case.expected.logprobs[i][case.samples[i].action_mask]) for i, p in mine.items()),
+        (
+            _relative(p[case.samples[i].action_mask], case.expected.logprobs[i][case.samples[i].action_mask])
+            for i, p in mine.items()
+        ),
         default=0.0,
     )
     updates = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
@@ -111,7 +114,7 @@ def _replicas_equal(worker: ActorWorker) -> bool:
     mine = {}
     for name, p in unwrap(worker.models[0]).named_parameters():
         is_expert = ".local_experts." in name
-        is_cut = p.tensor_model_parallel and (layout.expert_tensor > 1 or not is_expert)
+        is_cut = getattr(p, "tensor_model_parallel", False) and (layout.expert_tensor > 1 or not is_expert)
         place = (layout.pipeline_rank, layout.expert_rank if is_expert else 0, layout.tensor_rank if is_cut else 0)
         mine[f"{place}{name}"] = p.detach().numpy().tobytes()
     everyone: list[Any] = [None] * layout.world_size
