@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
+NOT_TRAINING = ("evaluate", "checkpoint")
+"""Spans that throughput leaves out."""
+
 
 class Dropped(Protocol):
     """A group the step does not train on, and why."""
@@ -56,7 +59,7 @@ class StepRecord:
         self._trajectory_metrics: dict[str, Metric] = {}
 
     def span(self, name: str, **arguments: float | int | str) -> AbstractContextManager[None]:
-        """Time a phase: act, judge, score, credit, learn, publish, record. Spans nest."""
+        """Time a phase: act, score, credit, learn, publish, record, checkpoint, evaluate. Spans nest."""
         return self._spans.span(name, **arguments)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
@@ -170,11 +173,13 @@ class Observation:
 
     def _write(self, record: StepRecord, step_s: float) -> None:
         metrics = record.collected()
-        for path, seconds in self.spans.take_seconds().items():
-            metrics[f"seconds/{path}"] = Mean(seconds)
+        seconds = self.spans.take_seconds()
+        metrics |= {f"seconds/{path}": Mean(value) for path, value in seconds.items()}
         num_tokens = metrics.get("rollout/num_tokens")
         if TOKENS_PER_S not in metrics and num_tokens is not None and num_tokens.result is not None:
-            metrics[TOKENS_PER_S] = Mean(num_tokens.result / step_s)
+            # Steps with an evaluation or a checkpoint stay comparable with the others.
+            training_s = step_s - sum(seconds.get(name, 0.0) for name in NOT_TRAINING)
+            metrics[TOKENS_PER_S] = Mean(num_tokens.result / max(training_s, 1e-9))
         peak = self._memory.take_peak_bytes()
         if peak is not None:
             metrics["memory/peak_rss_bytes"] = Max(peak)

@@ -39,6 +39,10 @@ class WandbTracker:
             "group": name,
             "config": {**(run_config or {}), "resumed_from_step": resume_step},
         }
+        if mode == "online" and not wandb.api.api_key:
+            # Asked to connect without a key, wandb would prompt for one on the terminal.
+            logger.warning("wandb has no API key (`wandb login`); keeping this run offline")
+            mode = "offline"
         try:
             self._run = wandb.init(**common, mode=mode, settings=_settings(wandb))
         except Exception as error:

@@ -53,7 +53,9 @@ def test_a_step_arrives_in_metrics_trajectories_and_trace(tmp_path: Path) -> Non
             record.add({"loss": Mean(2.0, 1), "grad_norm": 3.0})
             record.add({"loss": Mean(5.0, 2), "tokens": Sum(7)})
         record.trajectories([kept], [DroppedGroup(dropped, "equal_rewards")], advantages)
-        record.evaluation({"success": Mean(0.25, 8)}, [make_group(2)])
+        with record.span("evaluate"):
+            time.sleep(0.2)
+            record.evaluation({"success": Mean(0.25, 8)}, [make_group(2)])
     (row,) = read_metrics(tmp_path / "demo" / "metrics.jsonl")
     expected = {
         "step": 1, "loss": 4.0, "grad_norm": 3.0, "tokens": 7.0, "eval/success": 0.25,
@@ -66,9 +68,11 @@ def test_a_step_arrives_in_metrics_trajectories_and_trace(tmp_path: Path) -> Non
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert row["seconds/act"] >= 0.01
-    assert {"seconds/learn", "seconds/learn/forward", "seconds/record"} <= row.keys()
+    assert {"seconds/learn", "seconds/learn/forward", "seconds/record", "seconds/evaluate/record"} <= row.keys()
     assert row["seconds/step"] >= row["seconds/act"] + row["seconds/learn"] + row["seconds/record"]
-    assert row["throughput/tokens_per_s"] == pytest.approx(70 / row["seconds/step"], rel=0.05)
+    assert row["throughput/tokens_per_s"] == pytest.approx(
+        70 / (row["seconds/step"] - row["seconds/evaluate"]), rel=0.05
+    )
     assert row["memory/peak_rss_bytes"] > 1e7
     found = observation.store.read(1)
     assert [(record.group, record.dropped) for record in found] == [(kept, ""), (dropped, "equal_rewards")]
