@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatrl.data.queries import PackedQueries
 from megatrl.errors import ScoringError
@@ -64,9 +66,12 @@ def test_candidates_of_several_tokens_share_their_common_prefix_rows():
     }  # fmt: skip
 
 
-def test_reading_a_plan_gives_each_candidate_its_own_tokens():
-    candidates = [(1, 0), (1, 2, 0), (1, 3, 0), (2, 0), (5,)]
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=12))
+def test_reading_a_plan_gives_each_candidate_its_own_tokens(candidates):
     plan = plan_candidates((9, 9), candidates)
+    contexts = {candidate[:length] for candidate in candidates for length in range(len(candidate))}
+    leaves = [c for c in contexts if not any(other[: len(c)] == c != other for other in contexts)]
+    assert len(plan.branches) == len(leaves)  # fewer cannot hold every context
     code = {}  # an invented, distinct value for each (context, token)
 
     def value(context, token):

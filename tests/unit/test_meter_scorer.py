@@ -162,6 +162,9 @@ def test_long_histories_lose_middle_turns_and_hopeless_ones_are_invalid():
 
     def logprob(prefix, target):
         seen[history(prefix)] = True
+        if target in GRID.values():
+            wanted = {(1, 2): 63, (1, 2, 3, 4): 62, (1, 2, 7): 61}[history(prefix)]
+            return 0.0 if target == wanted else -50.0
         return table_logprob(prefix, target)
 
     room = make_prompt().num_extra_tokens
@@ -169,7 +172,9 @@ def test_long_histories_lose_middle_turns_and_hopeless_ones_are_invalid():
     scores, metrics = scorer.score([make_group(episode())])
     assert set(seen) == {(1, 2), (1, 2, 3, 4), (1, 2, 7)}
     assert metrics["meter/shortened"] == pytest.approx(1 / 3)
-    assert all(f.is_valid for f in next(iter(scores.values())).forecasts)
+    forecasts = next(iter(scores.values())).forecasts
+    assert all(f.is_valid for f in forecasts)
+    assert [f.tokens_to_go for f in forecasts] == pytest.approx([100, 10, 1])
 
     scorer, _ = meter(logprob, max_sequence_tokens=room + 2)
     scores, metrics = scorer.score([make_group(episode())])
