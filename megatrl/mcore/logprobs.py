@@ -137,12 +137,13 @@ class VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         logprob_gradient_N, entropy_gradient_N = gradients
-        probs_UV, index_N, local_N, is_mine_N = ctx.saved_tensors[:4]
+        saved = ctx.saved_tensors  # read once: a checkpointed chunk unpacks each tensor only once
+        probs_UV, index_N, local_N, is_mine_N = saved[:4]
         row_gradient_U = probs_UV.new_zeros(probs_UV.shape[0]).index_add_(0, index_N, logprob_gradient_N)
         gradient_UV = -probs_UV * row_gradient_U[:, None]
         gradient_UV.index_put_((index_N, local_N), torch.where(is_mine_N, logprob_gradient_N, 0.0), accumulate=True)
         if ctx.with_entropy:
-            log_probs_UV, entropy_U = ctx.saved_tensors[4:]
+            log_probs_UV, entropy_U = saved[4:]
             row_gradient_U = torch.zeros_like(entropy_U).index_add_(0, index_N, entropy_gradient_N)
             gradient_UV -= probs_UV * (log_probs_UV + entropy_U[:, None]) * row_gradient_U[:, None]
         return gradient_UV, None, None, None
