@@ -4,11 +4,15 @@ The weight is a detached factor of the policy term alone; it multiplies neither 
 DeltaTTG's unit-mean property holds before it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatrl.config.credit import LossConfig
+from megatrl.data.samples import Microbatch, PackedBatch
+from megatrl.errors import ConfigError
 
 # exp of more than this is a fault of the logprobs, and would overflow to inf in fp32 near 88.
 MAX_LOG_RATIO = 20.0
@@ -45,3 +49,38 @@ def mismatch_weights(
         weights_T = torch.where(is_rejected_T, 0.0, ratio_T)
     weights_T = torch.where(action_mask_T, weights_T, 1.0)
     return MismatchWeights(weights_T=weights_T, ratio_T=ratio_T, is_rejected_T=is_rejected_T)
+
+
+def exclude_rejected(batch: PackedBatch, loss: LossConfig) -> PackedBatch:
+    """Returns the batch with rejected tokens taken out of each minibatch's denominator, where configured.
+
+    By default IcePop's rejected tokens stay in it: they add 0 to the sum but count in the mean. With
+    `keep_rejected_in_denominator: false` the mean runs over kept tokens. Driver code; needs
+    old_logprobs in the batch. Tokens that are not computed (zero advantage) count as kept.
+    Raises ConfigError for reductions whose denominator does not count tokens.
+    """
+    if loss.off_policy.kind != "icepop" or loss.off_policy.keep_rejected_in_denominator:
+        return batch
+    if loss.reduction != "token_mean":
+        raise ConfigError(
+            f"loss.off_policy.keep_rejected_in_denominator=false needs reduction=token_mean, got {loss.reduction}; "
+            "other reductions do not divide by a number of tokens"
+        )
+
+    def num_rejected(microbatch: Microbatch) -> int:
+        weights = mismatch_weights(
+            torch.from_numpy(microbatch.per_token["old_logprobs"]),
+            torch.from_numpy(microbatch.per_token["behavior_logprobs"]),
+            torch.from_numpy(microbatch.action_mask),
+            kind="icepop",
+            low=loss.off_policy.low,
+            high=loss.off_policy.high,
+        )
+        return int(weights.is_rejected_T.sum())
+
+    minibatches = []
+    for minibatch in batch.minibatches:
+        rejected = sum(num_rejected(microbatch) for rank in minibatch.microbatches for microbatch in rank)
+        # With every token rejected the loss is 0 whatever it is divided by.
+        minibatches.append(replace(minibatch, loss_denominator=max(minibatch.loss_denominator - rejected, 1.0)))
+    return replace(batch, minibatches=tuple(minibatches))

@@ -8,7 +8,7 @@ denominator come from the driver and belong to the whole minibatch, over all ran
     token_mean           w = 1        denominator = action tokens
     seq_mean_token_mean  w = 1/|seq|  denominator = sequences
     seq_mean_token_sum   w = 1        denominator = sequences
-    constant             w = 1        denominator = the constant length
+    constant             w = 1        denominator = a constant length, see batching.packing
 
 so that summing shard losses gives the loss, and summing shard gradients the gradient, of one large
 batch. Tokens outside the mask may hold NaN: they add exactly 0 to the value and to the gradient.

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrl.algorithms.objective import policy_objective, sequence_ids
-from megatrl.algorithms.off_policy import mismatch_weights
+from megatrl.algorithms.off_policy import exclude_rejected, mismatch_weights
 from megatrl.algorithms.policy_losses import clipped_policy_loss, mean_log_ratio, sequence_policy_loss, supervised_loss
 from megatrl.config.credit import ClippedLoss, LossConfig, OffPolicyConfig, SequenceLoss
+from megatrl.data.samples import Microbatch, Minibatch, PackedBatch
 from megatrl.errors import ConfigError
 
 NAN = float("nan")
@@ -82,7 +83,7 @@ def test_whatever_stands_outside_the_mask_is_inert(name, garbage):
     dirty = {k: torch.where(mask, v, garbage) if k in INPUTS else v for k, v in tensors.items()}
     dirty["loss_weights_T"] = torch.where(mask, 1.0, garbage).double()
     output, gradients = objective(CONFIGS[name], dirty)
-    assert float(output.loss) == float(clean.loss)
+    assert float(output.loss.detach()) == float(clean.loss.detach())
     for leaf, gradient in gradients.items():
         torch.testing.assert_close(gradient, clean_gradients[leaf], atol=0, rtol=0)
         assert (gradient[~mask] == 0).all()
@@ -271,6 +272,28 @@ def test_off_policy_weights_multiply_the_token_loss_without_a_gradient_of_their_
     torch.testing.assert_close(gradients["logprobs_T"], expected)
     assert 0 < int(mismatch.is_rejected_T.sum()) < int(mask.sum())
     assert not mismatch.weights_T.requires_grad
+
+
+def test_rejected_tokens_leave_the_denominator_only_where_configured():
+    ratios = np.array([0.2, 1.0, 1.0, 9.0, 9.0])
+    microbatch = Microbatch(
+        tokens=np.zeros(5, dtype=np.int64),
+        cu_seqlens=np.array([0, 5]),
+        action_mask=np.array([True, True, True, True, False]),
+        per_token={"old_logprobs": np.log(ratios), "behavior_logprobs": np.zeros(5)},
+    )
+    minibatch = Minibatch(microbatches=((microbatch,), (microbatch,)), loss_denominator=10.0, num_sequences=2)
+    batch = PackedBatch(minibatches=(minibatch,), samples=())
+
+    def denominator(**switches):
+        kind = switches.pop("kind", "icepop")
+        off_policy = OffPolicyConfig(kind=kind, keep_rejected_in_denominator=switches.pop("keep", False))
+        return exclude_rejected(batch, LossConfig(off_policy=off_policy, **switches)).minibatches[0].loss_denominator
+
+    assert denominator() == 6.0
+    assert denominator(keep=True) == denominator(kind="tis") == 10.0
+    with pytest.raises(ConfigError, match="got seq_mean_token_sum"):
+        denominator(reduction="seq_mean_token_sum")
 
 
 def test_huge_kl_at_observation_tokens_changes_nothing():
