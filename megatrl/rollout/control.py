@@ -80,6 +80,10 @@ class ServerControl:
     def continue_generation(self) -> None:
         self._post("/continue_generation", {})
 
+    def freeze_gc(self) -> None:
+        """Take everything alive now out of the server's garbage collection, which every flush runs."""
+        self._request("POST", "/freeze_gc", None)
+
     def abort_all(self) -> None:
         """Ask for every running request to end with finish_reason abort."""
         self._post("/abort_request", {"rid": "", "abort_all": True})
