@@ -9,7 +9,7 @@ A failed state never carries a number: not 0, and not the failure cost, which is
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,12 +170,12 @@ def failure_cost(examples: Sequence[LabeledState]) -> float:
 
 
 def log_spaced_grid(
-    examples: Sequence[LabeledState], *, size: int, vocabulary: Iterable[int] | None = None
+    examples: Sequence[LabeledState], *, size: int, is_spellable: Callable[[int], bool] = lambda value: True
 ) -> tuple[int, ...]:
     """Rising whole tokens-to-go values, evenly spaced in the logarithm over the range of the labels.
 
-    `vocabulary` restricts the values to numbers that a small tokenizer knows (nearest in the logarithm).
-    Fewer than `size` values where rounding makes them equal. Raises ScoringError without a success.
+    A value that the tokenizer cannot spell gives way to the nearest that it can, the lower on a tie.
+    Fewer than `size` values where some become equal. Raises ScoringError without a success or a number.
     """
     numbers = [e.label.tokens_to_go for e in examples if e.label.tokens_to_go is not None]
     if not numbers:
@@ -184,12 +184,15 @@ def log_spaced_grid(
     values = {round(value) for value in np.geomspace(low, high, size)}
     if min(numbers) == 0:
         values.add(0)
-    if vocabulary is not None:
-        known = sorted(set(vocabulary))
-        if not known:
-            raise ScoringError("the tokenizer knows no number to answer with")
-        values = {min(known, key=lambda k: abs(np.log1p(k) - np.log1p(value))) for value in values}
-    return tuple(sorted(values))
+    return tuple(sorted({_nearest_spellable(value, is_spellable) for value in values}))
+
+
+def _nearest_spellable(value: int, is_spellable: Callable[[int], bool]) -> int:
+    for distance in range(value + 1):
+        for candidate in (value - distance, value + distance):
+            if is_spellable(candidate):
+                return candidate
+    raise ScoringError(f"the tokenizer can spell no number from 0 to {2 * value}; the meter could not answer")
 
 
 def _hash(seed: int, prompt_id: str) -> str:

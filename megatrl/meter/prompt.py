@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from megatrl.data.meter_prompt import MeterAnswer, MeterPrompt
 from megatrl.data.scores import Forecast
+from megatrl.errors import ScoringError
 
 HEADER = "You estimate how much work an agent still has to do.\n\n"
 QUESTION = (
@@ -32,6 +33,7 @@ class MeterCodec(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
     def encode(self, text: str) -> tuple[int, ...]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,25 @@ def answer_text(*, completion: bool, tokens_to_go: int | None) -> str:
     return json.dumps({"completion": int(completion), "tokens_to_go": tokens_to_go if completion else None})
 
 
+def can_answer(codec: MeterCodec, tokens_to_go: int) -> bool:
+    """True where the tokenizer can spell the answer with this number; a small one knows few numbers."""
+    return _is_spellable(codec, answer_text(completion=True, tokens_to_go=tokens_to_go))
+
+
 def build_meter_prompt(codec: MeterCodec, grid: Sequence[int], text: MeterText | None = None) -> MeterPrompt:
     """Token ids of the meter's text for one tokenizer. `grid` holds the tokens to go it can answer with.
 
     Header, question and each answer are encoded on their own, in training and in scoring alike, so
-    no token spans two of them. Raises ScoringError when the tokenizer cannot tell the answers apart.
+    no token spans two of them. Raises ScoringError when the tokenizer cannot spell an answer.
     """
     text = text or MeterText()
     failure = answer_text(completion=False, tokens_to_go=None)
     completions = [answer_text(completion=True, tokens_to_go=value) for value in grid]
+    if unspellable := [text for text in (failure, *completions) if not _is_spellable(codec, text)]:
+        raise ScoringError(
+            f"the tokenizer cannot spell {len(unspellable)} of the meter's {len(grid) + 1} answers, first "
+            f"{unspellable[0]}; choose a grid of numbers it knows (log_spaced_grid with is_spellable)"
+        )
     answers = [MeterAnswer(tokens=codec.encode(failure), completion=False)]
     answers += [
         MeterAnswer(tokens=codec.encode(answer), completion=True, tokens_to_go=float(value))
@@ -70,6 +82,11 @@ def build_meter_prompt(codec: MeterCodec, grid: Sequence[int], text: MeterText |
         tokenizer_fingerprint=codec.fingerprint,
         template_hash=hashlib.sha256(template.encode()).hexdigest()[:16],
     )
+
+
+def _is_spellable(codec: MeterCodec, text: str) -> bool:
+    """True where decoding gives the text back, up to white space."""
+    return "".join(codec.decode(codec.encode(text)).split()) == "".join(text.split())
 
 
 def parse_answer(text: str) -> Forecast:

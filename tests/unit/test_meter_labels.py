@@ -110,5 +110,7 @@ def test_the_failure_cost_is_five_quarters_of_the_99th_percentile():
 def test_the_grid_is_even_in_the_logarithm_and_spans_the_labels():
     examples = trajectory_labels(episode((1,) * 64))
     assert log_spaced_grid(examples, size=7) == (1, 2, 4, 8, 16, 32, 64)
-    assert log_spaced_grid(examples, size=7, vocabulary=[0, 1, 3, 5, 50, 100]) == (1, 3, 5, 50)
+    assert log_spaced_grid(examples, size=7, is_spellable={0, 1, 3, 5, 50, 100}.__contains__) == (1, 3, 5, 50)
+    with pytest.raises(ScoringError, match="can spell no number"):
+        log_spaced_grid(examples, size=7, is_spellable=lambda value: False)
     assert log_spaced_grid(trajectory_labels(episode(), with_terminal=True), size=3)[0] == 0

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatrl.data.meter_prompt import MeterPrompt
 from megatrl.errors import ScoringError
 from megatrl.meter.labels import trajectory_labels
-from megatrl.meter.prompt import MeterText, answer_text, build_meter_prompt, parse_answer
+from megatrl.meter.prompt import MeterText, answer_text, build_meter_prompt, can_answer, parse_answer
 from megatrl.meter.sft_set import build_sft_set
 from tests.fakes.frozen_models import WordCodec, make_trajectory
 
@@ -57,8 +59,22 @@ def test_answers_that_the_tokenizer_cannot_tell_apart_are_refused():
         def encode(self, text):
             return super().encode(text.replace("16}", "4}"))
 
-    with pytest.raises(ScoringError, match="same token ids"):
+    with pytest.raises(ScoringError, match="cannot spell 1 of the meter's 4 answers"):
         build_meter_prompt(Blurred(CODEC.words), GRID, TEXT)
+    failure, *completions = prompt().answers
+    with pytest.raises(ScoringError, match="same token ids"):
+        replace(prompt(), answers=(failure, replace(completions[0], tokens=completions[1].tokens), *completions[1:]))
+
+
+def test_a_number_outside_a_small_vocabulary_is_known_to_be_unspellable():
+    class WithUnknown(WordCodec):
+        def encode(self, text):
+            return super().encode(" ".join(word if word in self.words else "<unk>" for word in text.split()))
+
+    codec = WithUnknown([*CODEC.words, "<unk>"])
+    assert [value for value in range(20) if can_answer(codec, value)] == list(GRID)
+    with pytest.raises(ScoringError, match='"tokens_to_go": 17'):
+        build_meter_prompt(codec, (1, 4, 17), TEXT)
 
 
 def test_an_unsorted_grid_is_refused_and_other_text_is_another_template():
