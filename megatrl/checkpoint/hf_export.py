@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from megatrl.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-_NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", _INDEX)
+_NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 
 
 def export_hf_directory(
@@ -35,7 +36,7 @@ def export_hf_directory(
     Collective: every rank consumes its whole iterator, the writer alone touches the disk, and it raises only
     after its iterator has ended. `out` appears by rename, so it is complete or absent; an existing one is
     replaced. `dtype` None keeps the tensors' own, and config.json states what was written. Raises
-    CheckpointError for a source without config.json, a repeated tensor, and a write that failed.
+    CheckpointError for a repeated tensor, for names other than the source's, and for a write that failed.
     """
     remaining = iter(named)
     if not is_writer:
@@ -48,13 +49,14 @@ def export_hf_directory(
         weight_map, dtypes = _write_shards(remaining, staging, shard_bytes, dtype)
         carried = _carry_over(source, staging)
         _write_config(source, staging, dtypes)
-        _check(staging, weight_map)
+        _check_files(staging, weight_map)
+        _check_names(source, set(weight_map))
         fsync_tree(staging)
         _replace(staging, out)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         _drain(remaining)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(f"the model was not exported to {out}: {error}") from error
         raise
     logger.info("exported model path=%s tensors=%d carried=%s", out, len(weight_map), ",".join(carried))
@@ -131,12 +133,31 @@ def _write_config(source: Path, directory: Path, dtypes: set[torch.dtype]) -> No
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _check(directory: Path, weight_map: dict[str, str]) -> None:
+def _check_files(directory: Path, weight_map: dict[str, str]) -> None:
     """Index and files agree, both ways."""
     there = {file.name for file in directory.glob("*.safetensors")}
     named = set(weight_map.values())
     if there != named:
         raise CheckpointError(f"export has files {sorted(there)} but its index names {sorted(named)}")
+
+
+def _check_names(source: Path, exported: set[str]) -> None:
+    """The export has the tensors that the source has; a source without weight files is not compared."""
+    original: set[str] = set()
+    for file in source.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            original |= set(opened.keys())
+    if not original:
+        return
+    # A tied model may store its output layer or not; rotary tables are derived and stored by old files only.
+    tied = {"lm_head.weight"} if read_model_shape(source).tie_word_embeddings else set[str]()
+    original = {name for name in original - tied if not name.endswith("rotary_emb.inv_freq")}
+    missing, unknown = sorted(original - exported), sorted(exported - tied - original)
+    if missing or unknown:
+        raise CheckpointError(
+            f"the export does not have the tensors of {source}: {len(missing)} missing {missing[:4]}, {len(unknown)} "
+            f"unknown {unknown[:4]}; the name mapping of the exporter is wrong"
+        )
 
 
 def _replace(staging: Path, out: Path) -> None:
