@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from megatrl.config.credit import DeltaTTGCredit, TraceCredit
 from megatrl.config.engine_checks import (
+    check_chat_format,
     check_context_fits_model,
     check_devices,
     check_layout_fits,
@@ -225,6 +226,7 @@ CHECKS: tuple[Check, ...] = (
     check_sglang_arguments,
     check_tiny_model,
     check_layout_fits,
+    check_chat_format,
     check_context_fits_model,
     check_selection_rounds,
 )

@@ -186,6 +186,21 @@ def _shape(recipe: Recipe) -> ModelShape | None:
         return None
 
 
+def check_chat_format(recipe: Recipe) -> Iterator[Problem]:
+    """The model's vocabulary has the special tokens of the chat format."""
+    shape, is_tiny = _shape(recipe), isinstance(recipe.model, TinyModel)
+    if shape is None:
+        return
+    is_llama, is_llama_chat = shape.family == "llama3", recipe.rollout.chat_format == "llama3"
+    if (is_llama_chat and not is_llama) or (is_llama and not is_llama_chat and not is_tiny):  # tiny llamas know both
+        yield Problem(
+            paths=("rollout.chat_format",),
+            message=f"a {shape.family} model is not made for this format",
+            remedy=f"set it to {'llama3' if is_llama else 'chatml'}",
+            is_warning=not is_tiny,
+        )
+
+
 def check_server_degree(recipe: Recipe) -> Iterator[Problem]:
     """SGLang splits attention heads over its devices."""
     shape, degree = _shape(recipe), recipe.rollout.servers.tensor

@@ -159,6 +159,16 @@ def test_config_diff_shows_values_that_differ():
     assert invoke("config", "diff", left, left).stdout == "no difference\n"
 
 
+def test_make_tiny_writes_a_model_directory_once(tmp_path):
+    arguments = ("make-tiny", str(ROOT / "recipes/evidence_hunt.yaml"), str(tmp_path / "model"))
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen3_moe"
+    again = invoke(*arguments)
+    assert again.exit_code == 1
+    assert again.stderr.startswith("error: CheckpointError: ")
+
+
 def test_make_tiny_refuses_other_models():
     result = invoke("make-tiny", str(ROOT / "recipes/qwen3-30b-a3b-trace.yaml"), "out")
     assert result.exit_code == 2

@@ -36,6 +36,7 @@ REFUSED = {
     ],
     "check_trace_selection": [("credit.kind=trace selection.drop_equal_rewards=true", "TRACE learns from groups")],
     "check_gold_answers": [("credit.kind=trace env.kind=textworld", "TextWorld games have none")],
+    "check_chat_format": [("rollout.chat_format=llama3", "a qwen3_moe model is not made for this format")],
     "check_server_degree": [("rollout.servers.tensor=3", "does not divide the model's 4 attention heads")],
     "check_meter": [
         ("credit.kind=deltattg", "DeltaTTG reads a meter"),
@@ -163,13 +164,24 @@ def test_several_problems_are_reported_together(recipe):
     assert "3 problems" in refusal.value.message
 
 
-def test_the_layout_is_checked_against_model_files(recipe, tmp_path):
+def write_model_config(folder, **changes):
     config = {
         "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         "max_position_embeddings": 8192,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_the_chat_format_of_a_model_on_disk_is_only_warned_about(recipe, tmp_path):
+    write_model_config(tmp_path, model_type="llama")
+    model = f"model={{kind: hf, path: {tmp_path}}}"
+    assert "rollout.chat_format = chatml" in load_recipe(recipe, [model]).warnings[0]
+    assert load_recipe(recipe, [model, "rollout.chat_format=llama3"]).warnings == ()
+
+
+def test_the_layout_is_checked_against_model_files(recipe, tmp_path):
+    write_model_config(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         load_recipe(
             recipe, [f"model={{kind: hf, path: {tmp_path}}}", "actor.layout.world_size=4", "actor.layout.tensor=4"]
