@@ -68,7 +68,9 @@ def _flatten_segment(
         advantage[span] = turn_advantages
         position = span.stop
     if action_mask[0]:
-        raise TrajectoryError(f"trajectory {trajectory.id} segment {index} begins with an action; it needs an observation")
+        raise TrajectoryError(
+            f"trajectory {trajectory.id} segment {index} begins with an action; it needs an observation"
+        )
     return TrainingSample(
         trajectory_id=trajectory.id,
         segment_index=index,

@@ -86,7 +86,7 @@ def _denominator(members: Sequence[TrainingSample], num_sequences: int, loss: Lo
     if loss.reduction == "constant":
         if loss.constant_length is None:
             raise EmptyBatchError("loss.reduction is constant but loss.constant_length is not set; set it in tokens")
-        return float(num_sequences * loss.constant_length)
+        return float(loss.constant_length)
     return float(num_sequences)
 
 
@@ -113,9 +113,7 @@ def balanced_bins(lengths: Sequence[int], num_ranks: int, capacity: int) -> list
         num_bins += 1
 
 
-def _microbatch(
-    members: Sequence[int], samples: Sequence[TrainingSample], weights: Sequence[FloatArray]
-) -> Microbatch:
+def _microbatch(members: Sequence[int], samples: Sequence[TrainingSample], weights: Sequence[FloatArray]) -> Microbatch:
     names = ["advantages", "behavior_logprobs"]
     if samples[0].reference_logprobs is not None:
         names.append("reference_logprobs")

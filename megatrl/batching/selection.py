@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megatrl.config.credit import SelectionConfig
 from megatrl.data.trajectories import PromptGroup
 
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by no more carry no signal; group statistics call them equal too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
@@ -36,7 +39,7 @@ def select_groups(groups: Sequence[PromptGroup], config: SelectionConfig) -> Sel
         rewards = [t.reward for t in group.trajectories if t.is_trainable]
         if len(rewards) < config.min_group_size:
             dropped.append(DroppedGroup(group=group, reason="too_few_trainable"))
-        elif config.drop_equal_rewards and len(set(rewards)) == 1:
+        elif config.drop_equal_rewards and max(rewards) - min(rewards) <= EQUAL_REWARDS:
             dropped.append(DroppedGroup(group=group, reason="equal_rewards"))
         else:
             kept.append(group)

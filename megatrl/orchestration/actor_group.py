@@ -10,8 +10,8 @@ from megatrl.config.engines import OptimizerConfig, PublishConfig, ServerConfig
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray, PackedBatch
 from megatrl.orchestration.rank_worker import FrozenRole
-from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.orchestration.sharing import share_over_ranks
+from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.scoring.independent import QueryRunner
 from megatrl.weight_sync.publisher import PublishReport
 

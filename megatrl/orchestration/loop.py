@@ -2,7 +2,7 @@
 
 from megatrl.algorithms.advantages import estimate_advantages
 from megatrl.batching.flatten import flatten_groups
-from megatrl.batching.packing import attach_old_logprobs, pack
+from megatrl.batching.packing import pack
 from megatrl.orchestration.progress import Progress
 from megatrl.orchestration.run import Run
 
@@ -43,7 +43,7 @@ def train(run: Run) -> Progress:
                 with record.span("learn"):
                     old_logprobs = actor.logprobs(packed)
                     run.mismatch.check(progress, packed, old_logprobs)
-                    update = actor.update(attach_old_logprobs(packed, old_logprobs), step)
+                    update = actor.update(run.with_old_logprobs(packed, old_logprobs), step)
 
             # Publish: the next rollouts come from the weights just trained, proven to be there.
             with record.span("publish"):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatrl.config.engines import TinyModel
@@ -12,7 +13,7 @@ from megatrl.envs.registry import prompt_source
 from megatrl.meter.evaluation import evaluate_forecasts
 from megatrl.meter.frozen import freeze_meter
 from megatrl.meter.labels import collect_labels, failure_cost, log_spaced_grid, split_by_task, trajectory_labels
-from megatrl.meter.prompt import MeterText, build_meter_prompt
+from megatrl.meter.prompt import MeterText, build_meter_prompt, can_answer
 from megatrl.meter.sft_set import build_sft_set
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.artifacts import Artifacts
@@ -56,7 +57,8 @@ def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cl
     cost = failure_cost(labels.examples)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
     text = _COMPACT if isinstance(recipe.model, TinyModel) else MeterText()
-    prompt = build_meter_prompt(renderer, log_spaced_grid(labels.examples, size=_GRID_SIZE), text)
+    grid = log_spaced_grid(labels.examples, size=_GRID_SIZE, is_spellable=partial(can_answer, renderer))
+    prompt = build_meter_prompt(renderer, grid, text)
     max_tokens = recipe.rollout.context_tokens + prompt.num_extra_tokens
     sft_set = build_sft_set(labels.examples, prompt, max_sequence_tokens=max_tokens)
     logger.info("meter labels=%d left_out=%s failure_cost=%.1f", len(labels.examples), labels.left_out, cost)

@@ -126,7 +126,12 @@ class RankWorker:
         return self.actor.parameter_hash()
 
     def release_memory(self) -> None:
+        """Hands device memory over to a colocated server; the frozen reference lives in host memory anyway."""
         self.actor.offload()
+        if self._meter is not None:
+            self._meter.offload()
 
     def resume_memory(self) -> None:
         self.actor.onload()
+        if self._meter is not None:
+            self._meter.onload()

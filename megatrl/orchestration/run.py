@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrl.algorithms.advantages import AdvantageEstimate
+from megatrl.algorithms.off_policy import exclude_rejected
+from megatrl.batching.packing import attach_old_logprobs
 from megatrl.config.credit import DeltaTTGCredit, TraceCredit
+from megatrl.config.model_shape import read_model_shape
 from megatrl.config.recipe import Recipe
 from megatrl.data.prompts import PromptStream
-from megatrl.data.samples import PackedBatch
+from megatrl.data.samples import FloatArray, PackedBatch
 from megatrl.envs.registry import prompt_source
 from megatrl.errors import ConfigError
 from megatrl.meter.frozen import load_frozen_meter
@@ -81,6 +84,10 @@ class Run:
             "context_tokens": config.rollout.context_tokens,
         }
 
+    def with_old_logprobs(self, packed: PackedBatch, old_logprobs: dict[int, FloatArray]) -> PackedBatch:
+        """The batch with the old policy's logprobs, and without what the mismatch correction rejects for good."""
+        return exclude_rejected(attach_old_logprobs(packed, old_logprobs), self.config.loss)
+
     def step_metrics(
         self, batch: FilledBatch, packed: PackedBatch, estimate: AdvantageEstimate, update: UpdateResult
     ) -> dict[str, float]:
@@ -116,7 +123,7 @@ def open_run(
     actor = cluster.actor(recipe)
     actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    scorers, frozen_models = make_scorers(recipe, actor, renderer, meter)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter)
     prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
     directory = run_dir / "checkpoints"
     checkpoints = RunCheckpoints(
@@ -175,7 +182,7 @@ def open_replay(
     actor = cluster.actor(recipe)
     actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    scorers, frozen_models = make_scorers(recipe, actor, renderer, meter)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter)
     prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
     checkpoints = RunCheckpoints(
         out / "checkpoints",
@@ -209,7 +216,7 @@ def open_replay(
 
 
 def make_scorers(
-    recipe: Recipe, actor: ActorGroup, renderer: Renderer, meter: Path | None
+    recipe: Recipe, actor: ActorGroup, renderer: Renderer, start: Path, meter: Path | None
 ) -> tuple[Scorers, dict[str, str]]:
     """The frozen models that credit rule and loss ask for, and the identity of each by role.
 
@@ -224,7 +231,7 @@ def make_scorers(
             codec=renderer,
             runner=actor.query_runner("reference"),
             microbatch_tokens=budget,
-            max_sequence_tokens=recipe.rollout.context_tokens,
+            max_sequence_tokens=read_model_shape(start).max_positions,
             policy_temperature=recipe.rollout.sampling.temperature,
             use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
         )

@@ -79,9 +79,7 @@ def test_an_advantage_array_of_the_wrong_length_names_trajectory_and_turn():
         flatten_groups([members], {first.id: (np.array([1.0]),)})
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=0, max_size=30), st.integers(1, 4), st.integers(1, 60)
-)
+@given(st.lists(st.integers(1, 40), min_size=0, max_size=30), st.integers(1, 4), st.integers(1, 60))
 def test_bins_hold_every_sequence_once_with_equal_counts_on_all_ranks(lengths, num_ranks, capacity):
     bins = balanced_bins(lengths, num_ranks, capacity)
     assert len(bins) == num_ranks
@@ -126,6 +124,8 @@ def test_constant_reduction_divides_by_its_length():
     loss = LossConfig(reduction="constant", constant_length=100)
     batch = pack([sample(0, 5, 2)], num_data_ranks=1, num_minibatches=1, microbatch_tokens=99, loss=loss)
     assert batch.minibatches[0].loss_denominator == 100
+    assert [m.loss_denominator for m in pack([sample(0, 5, 2), sample(1, 5, 2)], num_data_ranks=1, num_minibatches=1,
+        microbatch_tokens=99, loss=loss).minibatches] == [100]  # fmt: skip
 
 
 def test_nothing_to_pack_is_an_error_and_an_overlong_sample_too():
