@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["cpu", "cuda"]
 
+_cuda_index = 0  # of this process, like Megatron's own groups; torch keeps a current device for each thread
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -126,7 +128,7 @@ def activate(device: Device) -> None:
     if device == "cpu":
         cpu_platform.activate()
     else:
-        torch.cuda.set_device(torch.cuda.current_device())
+        torch.cuda.set_device(_cuda_index)
 
 
 def _claim_device(device: Device, rank: int) -> None:
@@ -139,4 +141,6 @@ def _claim_device(device: Device, rank: int) -> None:
         return
     if not torch.cuda.is_available():
         raise LayoutError("actor.device is cuda but torch sees no CUDA device; set actor.device to cpu or fix CUDA")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    global _cuda_index
+    _cuda_index = rank % torch.cuda.device_count()
+    torch.cuda.set_device(_cuda_index)

@@ -7,6 +7,8 @@ import pytest
 from oracle import make_case
 from world import free_port, run_world
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:

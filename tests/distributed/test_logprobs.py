@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from world import free_port, run_world
 
+pytestmark = pytest.mark.slow
+
 VOCABULARIES = (19, 5)  # over 4 ranks both need padding; of 5 the last rank holds nothing but padding
 
 

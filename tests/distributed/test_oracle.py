@@ -10,6 +10,8 @@ import pytest
 from oracle import make_case
 from world import free_port, run_world
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 TOLERANCE = 1e-5
 ONE = {"world_size": 1}
 TP2 = {"world_size": 2, "tensor": 2, "sequence_parallel": True}

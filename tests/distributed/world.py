@@ -20,7 +20,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_world(script: str, world_size: int, arguments: dict[str, Any], out: Path, *, timeout_s: float) -> list[Any]:
+def run_world(
+    script: str, world_size: int, arguments: dict[str, Any], out: Path, *, timeout_s: float, cuda: bool = False
+) -> list[Any]:
     """Returns what each rank of `script` handed to `report`, in rank order.
 
     All ranks are ended when one fails or the deadline passes; the message then holds their last output.
@@ -29,7 +31,7 @@ def run_world(script: str, world_size: int, arguments: dict[str, Any], out: Path
     (out / "arguments.json").write_text(json.dumps(arguments))
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if cuda else {"CUDA_VISIBLE_DEVICES": ""}),
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     logs = [(out / f"rank{rank}.log").open("w+") for rank in range(world_size)]
