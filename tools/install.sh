@@ -24,6 +24,7 @@ fi
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 pip torch==2.13.0                                       # first and alone: a CPU build where one is offered
 pip --constraint constraints.txt --editable ".[$extras]"
-pip --no-deps sglang==0.5.23 sglang-router==0.3.2 xgrammar==0.2.7
 pip --constraint constraints.txt --requirement tools/sglang-cpu-requirements.txt
+# Last, because pip complains of everything that these declare and a CPU server does not need.
+pip --no-deps sglang==0.5.23 sglang-router==0.3.2 xgrammar==0.2.7
 touch "$stamp"
