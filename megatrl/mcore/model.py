@@ -101,23 +101,7 @@ def transformer_config(
     fp32 and has no auxiliary loss.
     """
     on_cuda = layout.device == "cuda"
-    options: dict[str, Any] = {}
-    if shape.is_mixture:
-        options |= {
-            "num_moe_experts": shape.num_experts,
-            "moe_router_topk": shape.num_experts_per_token,
-            "moe_ffn_hidden_size": shape.expert_ffn_size,
-            "moe_router_load_balancing_type": "none",
-            # top-k first, then softmax over the chosen logits = softmax first, then renormalise
-            "moe_router_pre_softmax": not shape.norm_topk_prob,
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": on_cuda,
-            "moe_permute_fusion": on_cuda,
-        }
-    if recompute == "full":
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute == "selective":
-        options |= {"recompute_granularity": "selective"}
+    options = _mixture_options(shape, on_cuda=on_cuda) | _recompute_options(recompute)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -155,6 +139,30 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it even in a dense model
         **options,
     )
+
+
+def _mixture_options(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
+    if not shape.is_mixture:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.num_experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn_size,
+        "moe_router_load_balancing_type": "none",
+        # top-k first, then softmax over the chosen logits = softmax first, then renormalise
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": on_cuda,
+        "moe_permute_fusion": on_cuda,
+    }
+
+
+def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective"}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def rope_frequencies(shape: ModelShape) -> Tensor:
