@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Literal
 
 import pytest
 
@@ -47,7 +48,7 @@ def step(environment: EvidenceHunt, action: Action) -> StepResult:
     return asyncio.run(environment.step(action))
 
 
-def environment_at(position: int, split="train") -> EvidenceHunt:
+def environment_at(position: int, split: Literal["train", "eval"] = "train") -> EvidenceHunt:
     made = make_environment(CONFIG, prompt_source(CONFIG, seed=0, split=split).prompt(position))
     assert isinstance(made, EvidenceHunt)
     return made
@@ -107,7 +108,7 @@ def test_documents_pay_only_in_the_order_of_the_chain() -> None:
     assert found.messages[0]["content"] == f"{environment.gold_answers[0].split()[0]} 1/3"
     again = step(environment, open_document(f"doc{chain[0]}"))
     assert again.messages[0]["content"] == "nothing 1/3"
-    assert second_first.is_valid_action and found.is_valid_action and again.is_valid_action
+    assert all(result.is_valid_action for result in (second_first, found, again))
 
 
 HOSTILE = [
@@ -131,7 +132,7 @@ HOSTILE = [
 def test_bad_actions_are_answered_in_words_of_the_vocabulary_and_the_episode_goes_on(action: Action) -> None:
     environment = environment_at(7)
     result = step(environment, action)
-    assert not result.done and not result.is_valid_action and result.reward is None
+    assert (result.done, result.is_valid_action, result.reward) == (False, False, None)
     assert set(result.messages[0]["content"].split()) <= set(vocabulary(CONFIG))
     rest, _ = play(environment, environment.oracle)
     assert rest.success
@@ -185,7 +186,7 @@ def test_no_world_is_in_both_splits_whatever_the_seeds() -> None:
 
 def test_a_search_for_worlds_that_fails_says_which_sizes_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence_hunt, "MAX_DRAWS", 0)
-    with pytest.raises(ConfigError, match="no eval world found in 0 draws with num_questions=8.*raise one of them"):
+    with pytest.raises(ConfigError, match=r"no eval world found in 0 draws with num_questions=8.*raise one of them"):
         prompt_source(CONFIG, seed=0, split="eval").prompt(0)
 
 
