@@ -8,13 +8,15 @@ worth is known: `oracle` always knows the next useful action.
 
     user:      question q3
     assistant: Action: open doc7
-    tool:      a4 1/3
+    tool:      found a4 - - 1/3
     assistant: Action: open doc2
-    tool:      nothing 1/3
+    tool:      nothing a4 - - 1/3
     ...
+    tool:      found a4 b0 c2 3/3
     assistant: <answer> a4 b0 c2 </answer>
 
-Clue `b0` is value 0 at hop b; `1/3` counts the clues found.
+Clue `b0` is value 0 at hop b; `1/3` counts the clues found. Every observation repeats the notes taken
+so far, so that the answer can be read off the last one: what is hard is finding the way.
 """
 
 import hashlib
@@ -39,14 +41,16 @@ OPEN = ToolSpec(
         "additionalProperties": False,
     },
 )
+FOUND = "found"
 NOTHING = "nothing"
+UNSEEN = "-"
 UNREADABLE = "error: unreadable call"
 NO_CALL = "error: no call"
 SEVERAL_CALLS = "error: one call only"
 UNKNOWN_TOOL = "error: unknown tool"
 WRONG_ARGUMENTS = "error: wrong arguments"
 UNKNOWN_DOCUMENT = "error: unknown document"
-_TEXTS = (NOTHING, UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS, UNKNOWN_DOCUMENT)
+_TEXTS = (FOUND, NOTHING, UNSEEN, UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS, UNKNOWN_DOCUMENT)
 
 MAX_HOPS = 26  # hops are named a to z
 HELD_OUT_SHARE = 4  # one world in four belongs to the eval split
@@ -91,7 +95,7 @@ class EvidenceHunt:
             return self._end(success=action.answer.split() == list(self._clues))
         text, is_valid = self._open(action)
         role = "tool" if action.tool_calls or action.parse_error else "user"
-        messages = (Message(role=role, content=f"{text} {self._found}/{self._config.num_hops}"),)
+        messages = (Message(role=role, content=f"{text} {self._notes()}"),)
         if self._turns >= self._config.max_turns:
             return self._end(success=False, messages=messages, is_valid=is_valid)
         return StepResult(messages=messages, is_valid_action=is_valid, observation_key=self.observation_key)
@@ -119,8 +123,13 @@ class EvidenceHunt:
             return _answer_text(guessed)
         return self.oracle()
 
+    def _notes(self) -> str:
+        """The clues found so far in order, a placeholder for each other one, and their count."""
+        hops = self._config.num_hops
+        return " ".join((*self._clues[: self._found], *(UNSEEN,) * (hops - self._found), f"{self._found}/{hops}"))
+
     def _open(self, action: Action) -> tuple[str, bool]:
-        """Observation text without the counter, and whether the action was a valid one."""
+        """What came of the action, without the notes, and whether it was a valid one."""
         if action.parse_error:
             return UNREADABLE, False
         if not action.tool_calls:
@@ -133,7 +142,7 @@ class EvidenceHunt:
             return error, False
         if self._found < len(self._chain) and document == self._chain[self._found]:
             self._found += 1
-            return self._clues[self._found - 1], True
+            return FOUND, True
         self._useless_opens += 1
         return NOTHING, True
 

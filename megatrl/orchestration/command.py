@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from megatrl.config.loaded import LoadedComparison, LoadedRecipe
 from megatrl.config.recipe import Recipe
 from megatrl.errors import CheckpointError, ConfigError
+from megatrl.observability.logs import logging_to
 from megatrl.observability.plots import plot_success
 from megatrl.observability.run_summary import load_run, markdown_table, rich_table, summarize
 from megatrl.orchestration.artifacts import Artifacts
@@ -101,11 +103,12 @@ def report(run_dirs: list[Path], out: Path, *, title: str) -> None:
 @contextlib.contextmanager
 def _prepared(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Cluster, Path]]:
     """A cluster that is up, and the start policy; the servers load while the start is trained."""
-    _log_to(run_dir / "logs")
     artifacts = Artifacts(Path(recipe.observe.runs_dir) / "artifacts")
-    model = model_directory(recipe, artifacts)
-    with cluster(recipe, model, run_dir / "logs") as group:
-        yield group, start_directory(recipe, model, artifacts, group)
+    logs = run_dir / "logs"
+    with logging_to(logs / "driver.log", to_stderr=not sys.stderr.isatty()):
+        model = model_directory(recipe, artifacts)
+        with cluster(recipe, model, logs) as group:
+            yield group, start_directory(recipe, model, artifacts, group)
 
 
 def _train_arm(recipe: Recipe, group: Cluster, start: Path, run_dir: Path, *, resume: bool) -> None:
@@ -145,16 +148,6 @@ def _write_sources(run_dir: Path, sources: Mapping[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for path, text in sources.items():
         (directory / Path(path).name).write_text(text)
-
-
-def _log_to(directory: Path) -> None:
-    """Everything logged goes to driver.log; the terminal shows warnings and the progress display."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / "driver.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    root = logging.getLogger("megatrl")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
 
 
 def _new_id() -> str:

@@ -56,7 +56,10 @@ def train(run: Run) -> Progress:
             record.trajectories(batch.groups, batch.dropped, estimate.per_turn, scores, estimate.details)
             record.add(run.step_metrics(batch, packed, estimate, update))
             if config.checkpoint.is_due(step) or step == config.train.num_steps:
-                run.checkpoints.save(progress)
+                with record.span("checkpoint"):
+                    run.checkpoints.save(progress)
             if config.evaluation.is_due(step):
-                run.evaluator.run(progress).report_to(record.evaluation)
+                with record.span("evaluate"):
+                    evaluation = run.evaluator.run(progress)
+                evaluation.report_to(record.evaluation)
     return progress

@@ -26,6 +26,7 @@ class MismatchMonitor:
             raise WeightSyncError(
                 f"step {progress.step + 1}: actor and rollout server disagree by {self.mean:.4f} nats for each token "
                 f"(largest {self.maximum:.4f}); train.max_mismatch is {self._limit}. Before the first update "
-                "this means other weights (name map, pipeline order), another temperature, or another precision of the router"
+                "this means other weights (name map, pipeline order), another temperature, or another precision of the "
+                "router"
             )
         self._is_first = self._is_first and not old_logprobs

@@ -4,7 +4,7 @@ A plain class: Ray starts one for each rank, torchrun can do the same, tests use
 Every method is collective: all ranks call it together and in the same order.
 """
 
-import logging
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray, PackedBatch
 from megatrl.mcore.model import unwrap
 from megatrl.mcore.queries import target_logprobs
+from megatrl.observability.logs import logging_to
 from megatrl.scoring.meter_model import MeterModel
 from megatrl.scoring.weight_swap import FrozenWeights
 from megatrl.weight_sync.publisher import Publisher, PublishReport
@@ -31,9 +32,8 @@ class RankWorker:
     """One rank of the actor with everything that shares its process groups."""
 
     def __init__(self, spec: WorkerSpec, log_path: str) -> None:
-        logging.basicConfig(
-            filename=log_path, level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s"
-        )
+        self._log = contextlib.ExitStack()  # open as long as the process lives
+        self._log.enter_context(logging_to(Path(log_path), role=f"actor-{spec.rank}", to_stderr=False))
         self._spec = spec
         self._actor: ActorWorker | None = None
         self._reference: FrozenWeights | None = None

@@ -41,6 +41,7 @@ RECIPE = {
         "max_turns": 3,
         "max_action_tokens": 12,
         "context_tokens": 256,
+        "max_observation_tokens": 32,
         "servers": {"device": "cpu", "precision": "fp32", "max_total_tokens": 16384, "start_timeout_s": 180},
     },
     "batch": {"num_groups": 3, "group_size": 4, "microbatch_tokens": 512},

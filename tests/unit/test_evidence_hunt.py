@@ -103,11 +103,11 @@ def test_documents_pay_only_in_the_order_of_the_chain() -> None:
     environment = environment_at(5)
     chain = document_chain(CONFIG, int(asyncio.run(environment.start())[0]["content"].removeprefix("question q")))
     second_first = step(environment, open_document(f"doc{chain[1]}"))
-    assert second_first.messages[0] == {"role": "tool", "content": "nothing 0/3"}
+    assert second_first.messages[0] == {"role": "tool", "content": "nothing - - - 0/3"}
     found = step(environment, open_document(f"doc{chain[0]}"))
-    assert found.messages[0]["content"] == f"{environment.gold_answers[0].split()[0]} 1/3"
+    assert found.messages[0]["content"] == f"found {environment.gold_answers[0].split()[0]} - - 1/3"
     again = step(environment, open_document(f"doc{chain[0]}"))
-    assert again.messages[0]["content"] == "nothing 1/3"
+    assert again.messages[0]["content"] == f"nothing {environment.gold_answers[0].split()[0]} - - 1/3"
     assert all(result.is_valid_action for result in (second_first, found, again))
 
 
