@@ -36,7 +36,7 @@ def make_tiny_qwen3_moe(directory: Path, *, seed: int = 0, vocab_size: int = 512
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=16,  # pyright: ignore[reportCallIssue]
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -46,7 +46,7 @@ def make_tiny_qwen3_moe(directory: Path, *, seed: int = 0, vocab_size: int = 512
         bos_token_id=None,
         pad_token_id=0,
     )
-    Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    Qwen3MoeForCausalLM(config).float().save_pretrained(directory)
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"w{index}" for index in range(vocab_size - 20))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
