@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 _POLL_S = 0.005
+_LEAVE_TIMEOUT_S = 10.0
 
 
 class BroadcastTransport:
@@ -76,13 +77,17 @@ class BroadcastTransport:
         return on_each(servers, self._session.end)
 
     def abandon(self) -> None:
-        """Drop the group on both sides; members that still wait in it give up at their own deadline."""
+        """Drop the group on both sides. Ours first: that wakes members that still wait in a gloo broadcast.
+
+        (A member that waits in an NCCL broadcast wakes only at its own deadline; restart such a server.)
+        """
         controls, group = self._controls, self._group
         self._group, self._members, self._controls = None, (), ()
-        for url, reason in on_each(controls, lambda server: self._leave(server)).items():
-            logger.warning("server did not leave the broadcast group url=%s reason=%s", url, reason)
         if group is not None:
             _drop(group)
+        leaving = _InBackground(controls, lambda server: self._leave(server))
+        for url, reason in leaving.failures(timeout_s=_LEAVE_TIMEOUT_S).items():
+            logger.warning("server did not leave the broadcast group url=%s reason=%s", url, reason)
 
     def close(self) -> None:
         if self._group is not None:
