@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, write_tiny_model
-from world import rank_arguments, report
+from world import agreed_port, rank_arguments, report
 
 from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import read_model_shape
@@ -22,8 +22,8 @@ def main() -> None:
     write_tiny_model(base / "good", "qwen3_moe")
     shape = read_model_shape(base / "good")
     layout = layouts.initialize(
-        LayoutConfig(), shape=shape, rank=rank, master_addr="127.0.0.1", master_port=arguments["port"], device="cpu",
-        seed=0, timeout_s=60.0,
+        LayoutConfig(), shape=shape, rank=rank, master_addr="127.0.0.1", master_port=agreed_port("bridge"),
+        device="cpu", seed=0, timeout_s=60.0,
     )  # fmt: skip
     models = build_model(shape, layout, precision="fp32")
     good = load_file(base / "good" / "model.safetensors")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle import Case
-from world import rank_arguments, report
+from world import agreed_port, rank_arguments, report
 
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.batching.packing import attach_old_logprobs, pack
@@ -23,10 +23,10 @@ LOSS = LossConfig()
 
 def main() -> None:
     rank, _, arguments = rank_arguments()
-    report([observe(run, rank) for run in arguments["runs"]])
+    report([observe(run, rank, port=agreed_port(str(i))) for i, run in enumerate(arguments["runs"])])
 
 
-def observe(run: dict[str, Any], rank: int) -> dict[str, Any]:
+def observe(run: dict[str, Any], rank: int, *, port: int) -> dict[str, Any]:
     case: Case = pickle.loads(Path(run["case"]).read_bytes())
     actor = ActorConfig(
         layout=LayoutConfig(**run["layout"]),
@@ -40,7 +40,7 @@ def observe(run: dict[str, Any], rank: int) -> dict[str, Any]:
             rank=rank,
             world_size=actor.layout.world_size,
             master_addr="127.0.0.1",
-            master_port=run["port"],
+            master_port=port,
             actor=actor,
             model_path=case.model_path,
             seed=1,

@@ -9,7 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from oracle import LOSS, TEMPERATURE, Case
-from world import rank_arguments, report
+from world import agreed_port, rank_arguments, report
 
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.batching.packing import attach_old_logprobs, pack
@@ -30,7 +30,7 @@ def main() -> None:
     )
     worker = ActorWorker(
         WorkerSpec(
-            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=arguments["port"], actor=actor,
+            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=agreed_port("gpu"), actor=actor,
             model_path=case.model_path, seed=1, num_steps=5,
         )
     )  # fmt: skip

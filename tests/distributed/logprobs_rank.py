@@ -7,7 +7,7 @@ import torch
 from tiny_models import write_tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from world import rank_arguments, report
+from world import agreed_port, rank_arguments, report
 
 from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import read_model_shape
@@ -38,7 +38,7 @@ class MostRows(TorchDispatchMode):
 def main() -> None:
     rank, world_size, arguments = rank_arguments()
     results = []
-    for run in arguments["runs"]:
+    for index, run in enumerate(arguments["runs"]):
         config = LayoutConfig(
             world_size=world_size, tensor=world_size, sequence_parallel=run["sequence_parallel"] and world_size > 1
         )
@@ -46,8 +46,8 @@ def main() -> None:
         hf = write_tiny_model(path, "qwen3", vocab_size=run["vocab_size"], num_key_value_heads=4, num_hidden_layers=1)
         shape = read_model_shape(path)
         layout = layouts.initialize(
-            config, shape=shape, rank=rank, master_addr="127.0.0.1", master_port=run["port"], device="cpu", seed=0,
-            timeout_s=60.0,
+            config, shape=shape, rank=rank, master_addr="127.0.0.1", master_port=agreed_port(str(index)),
+            device="cpu", seed=0, timeout_s=60.0,
         )  # fmt: skip
         models = build_model(shape, layout, precision="fp32")
         load_hf_weights(models, path)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from oracle import BETAS, CLIP, EPS, LOSS, LR, TEMPERATURE, WEIGHT_DECAY, Case, reordered
-from world import rank_arguments, report
+from world import agreed_port, rank_arguments, report
 
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.batching.packing import attach_old_logprobs, pack
@@ -22,15 +22,15 @@ from megatrl.mcore.queries import target_logprobs
 def main() -> None:
     rank, _, arguments = rank_arguments()
     results = []
-    for run in arguments["runs"]:
+    for index, run in enumerate(arguments["runs"]):
         case: Case = pickle.loads(Path(run["case"]).read_bytes())
         case = reordered(case) if run.get("reorder") else case
         print("run", run, flush=True)
-        results.append(compare(case, run, rank))
+        results.append(compare(case, run, rank, port=agreed_port(str(index))))
     report(results)
 
 
-def compare(case: Case, run: dict[str, Any], rank: int) -> dict[str, float]:
+def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[str, float]:
     actor = ActorConfig(
         layout=LayoutConfig(**run["layout"]),
         precision="fp32",
@@ -47,7 +47,7 @@ def compare(case: Case, run: dict[str, Any], rank: int) -> dict[str, float]:
             rank=rank,
             world_size=actor.layout.world_size,
             master_addr="127.0.0.1",
-            master_port=run["port"],
+            master_port=port,
             actor=actor,
             model_path=case.model_path,
             seed=1,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from oracle import make_case
-from world import free_port, run_world
+from world import run_world
 
 pytestmark = pytest.mark.slow
 
@@ -15,13 +15,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any],
     """(run, what each rank saw) for a pipeline, a data-parallel and a bf16 layout."""
     out: Path = tmp_path_factory.mktemp("rules")
     case = str(make_case(out / "moe", "qwen3_moe"))
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"layout": {"world_size": 2, "pipeline": 2}, "poisoned_rank": 0},
         {"layout": {"world_size": 2}, "poisoned_rank": 1},
         {"layout": {"world_size": 2, "expert": 2}, "poisoned_rank": 1, "precision": "bf16"},
     ]
     for run in runs:
-        run.update(case=case, port=free_port())
+        run["case"] = case
     results = run_world("failure_rank.py", 2, {"runs": runs}, out / "world", timeout_s=200)
     return [(run, [results[rank][i] for rank in range(2)]) for i, run in enumerate(runs)]
 

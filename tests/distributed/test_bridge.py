@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import free_port, run_world
+from world import run_world
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -12,8 +12,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     base: Path = tmp_path_factory.mktemp("bridge")
-    arguments = {"base": str(base), "port": free_port()}
-    (result,) = run_world("bridge_rank.py", 1, arguments, base / "world", timeout_s=90)
+    (result,) = run_world("bridge_rank.py", 1, {"base": str(base)}, base / "world", timeout_s=90)
     return result
 
 

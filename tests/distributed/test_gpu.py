@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import make_case
-from world import free_port, run_world
+from world import run_world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3", "llama3"])
 def test_the_cuda_actor_agrees_with_the_oracle_within_bf16(kind: str, tmp_path: Path) -> None:
     case = make_case(tmp_path, kind, hidden_size=64, head_dim=16)  # type: ignore[arg-type]
-    arguments = {"case": str(case), "port": free_port()}
-    (seen,) = run_world("gpu_rank.py", 1, arguments, tmp_path / "world", timeout_s=250, cuda=True)
+    (seen,) = run_world("gpu_rank.py", 1, {"case": str(case)}, tmp_path / "world", timeout_s=250, cuda=True)
     assert seen["attention"] < 2e-2
     assert seen["mean_gap"] < 0.15
     assert seen["left_on_device"] == []

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import free_port, run_world
+from world import run_world
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ VOCABULARIES = (19, 5)  # over 4 ranks both need padding; of 5 the last rank hol
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     out: Path = tmp_path_factory.mktemp("logprobs")
     runs = [
-        {"path": str(out / f"{size}{parallel}"), "vocab_size": size, "sequence_parallel": parallel, "port": free_port()}
+        {"path": str(out / f"{size}{parallel}"), "vocab_size": size, "sequence_parallel": parallel}
         for size in VOCABULARIES
         for parallel in (True, False)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from oracle import make_case
-from world import free_port, run_world
+from world import run_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,8 +43,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def check(runs: list[dict[str, Any]], out: Path, timeout_s: float) -> list[list[dict[str, float]]]:
     """Returns results[rank][run] after checking each against the oracle."""
     world_size = runs[0]["layout"]["world_size"]
-    for run in runs:
-        run["port"] = free_port()
     results = run_world("oracle_rank.py", world_size, {"runs": runs}, out, timeout_s=timeout_s)
     wrong = [
         f"rank {rank} {Path(run['case']).parent.name} {run['layout']}: {result}"

@@ -72,6 +72,24 @@ def rank_arguments() -> tuple[int, int, dict[str, Any]]:
     return int(sys.argv[1]), int(sys.argv[2]), json.loads((directory / "arguments.json").read_text())
 
 
+def agreed_port(name: str, *, timeout_s: float = 120.0) -> int:
+    """Returns a port for all ranks of this world, found free by rank 0 just before it is used.
+
+    Ports chosen long before by the test get taken by others on a busy machine. `name` is used once.
+    """
+    file = Path(sys.argv[3]) / f"port-{name}"
+    if sys.argv[1] == "0":
+        draft = file.with_suffix(".draft")
+        draft.write_text(str(free_port()))
+        draft.rename(file)
+    deadline = time.monotonic() + timeout_s
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not write {file} within {timeout_s} s")
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
 def report(result: Any) -> None:
     """Hands this rank's result (JSON values) to the test."""
     (Path(sys.argv[3]) / f"rank{sys.argv[1]}.json").write_text(json.dumps(result))
