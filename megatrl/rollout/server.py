@@ -37,6 +37,7 @@ _CPU_DEFAULTS = {
     "attention_backend": "torch_native",
     "sleep_on_idle": True,  # an idle scheduler otherwise keeps one core busy
     "enable_deterministic_inference": True,  # the only mode in which a request's seed is used
+    "disable_overlap_schedule": True,  # there is no device to overlap with; saves a fifth of the scheduler's time
 }
 _CPU_TOTAL_TOKENS = 262_144
 _PORT_ATTEMPTS = 3
