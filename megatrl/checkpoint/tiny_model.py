@@ -46,8 +46,8 @@ MAX_POSITIONS = 8192
 EMBEDDING_STD = 0.5
 MATRIX_GAIN = 0.7  # over the square root of the fan-in
 HEAD_GAIN = 0.35  # likewise; low, so that first predictions are close to uniform
-QUERY_KEY_NORM = 1.5  # normalised queries and keys need room for sharp attention
-ROPE_THETA = 10_000.0
+QUERY_KEY_NORM = 2.0  # normalised queries and keys need room for sharp attention
+ROPE_THETA = 1_000_000.0
 
 _CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
