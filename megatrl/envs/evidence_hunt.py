@@ -8,14 +8,14 @@ worth is known: `oracle` always knows the next useful action.
 
     user:      question q3
     assistant: Action: open doc7
-    tool:      found a4 - - 1/3
+    tool:      found v4 - - 1/3
     assistant: Action: open doc2
-    tool:      nothing a4 - - 1/3
+    tool:      nothing v4 - - 1/3
     ...
-    tool:      found a4 b0 c2 3/3
-    assistant: <answer> a4 b0 c2 </answer>
+    tool:      found v4 v0 v2 3/3
+    assistant: <answer> v4 v0 v2 </answer>
 
-Clue `b0` is value 0 at hop b; `1/3` counts the clues found. Every observation repeats the notes taken
+`v0` is the value of a clue; `1/3` counts the clues found. Every observation repeats the notes taken
 so far, so that the answer can be read off the last one: what is hard is finding the way.
 """
 
@@ -52,7 +52,6 @@ WRONG_ARGUMENTS = "error: wrong arguments"
 UNKNOWN_DOCUMENT = "error: unknown document"
 _TEXTS = (FOUND, NOTHING, UNSEEN, UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS, UNKNOWN_DOCUMENT)
 
-MAX_HOPS = 26  # hops are named a to z
 HELD_OUT_SHARE = 4  # one world in four belongs to the eval split
 MAX_DRAWS = 1000  # to find a world of the wanted split
 
@@ -112,15 +111,19 @@ class EvidenceHunt:
         return _open_text(self._chain[self._found])
 
     def demonstration(self, rng: random.Random, *, detour: float, premature: float) -> str:
-        """An action of mixed quality: a random document, or an answer whose missing clues are guessed."""
-        if rng.random() < detour:
+        """An action of mixed quality: a random document, or an answer whose missing clues are guessed.
+
+        The last turn is always used for an answer: whoever learns from many such episodes sees in
+        each of them how an answer is read off the notes.
+        """
+        is_last_turn = self._turns == self._config.max_turns - 1
+        if not is_last_turn and rng.random() < detour:
             return _open_text(rng.randrange(self._config.num_documents))
-        if self._found < self._config.num_hops and rng.random() < premature:
-            guessed = (
-                clue if hop < self._found else _clue_word(hop, rng.randrange(self._config.num_values))
+        if is_last_turn or rng.random() < premature:
+            return _answer_text(
+                clue if hop < self._found else _clue_word(rng.randrange(self._config.num_values))
                 for hop, clue in enumerate(self._clues)
             )
-            return _answer_text(guessed)
         return self.oracle()
 
     def _notes(self) -> str:
@@ -203,8 +206,6 @@ def check_config(config: EvidenceHuntConfig) -> None:
             f"env.num_hops={config.num_hops} is more than env.num_documents={config.num_documents}; "
             "a chain visits each document at most once"
         )
-    if config.num_hops > MAX_HOPS:
-        raise ConfigError(f"env.num_hops={config.num_hops}; at most {MAX_HOPS} hops have a letter")
 
 
 def document_chain(config: EvidenceHuntConfig, question: int) -> tuple[int, ...]:
@@ -220,7 +221,7 @@ def vocabulary(config: EvidenceHuntConfig) -> tuple[str, ...]:
         *dict.fromkeys(fixed),
         *(f"q{question}" for question in range(config.num_questions)),
         *(_document_word(document) for document in range(config.num_documents)),
-        *(_clue_word(hop, value) for hop in range(config.num_hops) for value in range(config.num_values)),
+        *(_clue_word(value) for value in range(config.num_values)),
         *(f"{found}/{config.num_hops}" for found in range(config.num_hops + 1)),
     )
 
@@ -240,7 +241,7 @@ def _read_task(config: EvidenceHuntConfig, prompt: Prompt) -> tuple[int, tuple[s
             f"{config.num_questions} and values {config.num_hops} numbers below {config.num_values}; "
             "make prompts with prompt_source and the same env section"
         )
-    return question, tuple(_clue_word(hop, value) for hop, value in enumerate(values))
+    return question, tuple(map(_clue_word, values))
 
 
 def _is_number_below(value: Any, limit: int) -> bool:
@@ -256,8 +257,8 @@ def _document_word(document: int) -> str:
     return f"doc{document}"
 
 
-def _clue_word(hop: int, value: int) -> str:
-    return f"{chr(ord('a') + hop)}{value}"
+def _clue_word(value: int) -> str:
+    return f"v{value}"
 
 
 def _open_text(document: int) -> str:
