@@ -103,9 +103,9 @@ time.sleep(600)
 @pytest.mark.parametrize("victim", ["parent", "guardian"])
 def test_no_process_outlives_a_killed_parent_or_guardian(tmp_path: Path, fake_python: str, victim: str) -> None:
     log = tmp_path / "s.log"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(log), fake_python], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", PARENT, str(log), fake_python]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed guardian leaves its scratch folder
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     assert parent.stdout is not None
     guardian = int(parent.stdout.readline().split()[1])
     children = stub_children(log)
