@@ -1,5 +1,6 @@
 """Things a recipe makes once and reuses: kept under a name that says what they were made from."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -9,9 +10,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatrl import __version__
+import megatrl
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def source_digest() -> str:
+    """Hash of the package's Python sources, 16 hex digits."""
+    root = Path(megatrl.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class Artifacts:
@@ -23,10 +34,11 @@ class Artifacts:
     def get_or_make(self, kind: str, key: Mapping[str, object], make: Callable[[Path], None]) -> Path:
         """Returns the directory for `key`; calls `make(empty directory)` when it does not exist yet.
 
-        The key must hold everything the content depends on. A failed or killed `make` leaves nothing
-        under the final name.
+        The key must hold every setting the content depends on; megatrl's own sources are part of it, so
+        that no change of code reuses what older code made. A failed or killed `make` leaves nothing under
+        the final name.
         """
-        text = json.dumps({"version": __version__, **key}, sort_keys=True, default=str)
+        text = json.dumps({"sources": source_digest(), **key}, sort_keys=True, default=str)
         final = self._root / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         if final.is_dir():
             logger.info("reusing %s", final)

@@ -65,8 +65,8 @@ def test_rendering_is_one_token_a_word_in_the_expected_order(tmp_path: Path) -> 
     renderer = load_renderer(str(tmp_path / "m"), "chatml", "react")
     prompt = renderer.initial([{"role": "user", "content": "question q3"}])
     assert renderer.decode(prompt) == "<|im_start|> user question q3 <|im_end|> <|im_start|> assistant"
-    more = renderer.continuation([{"role": "tool", "content": "a4 1/3"}], previous_ended=True)
-    assert renderer.decode(more) == "<|im_start|> user a4 1/3 <|im_end|> <|im_start|> assistant"
+    more = renderer.continuation([{"role": "tool", "content": "v4 1/3"}], previous_ended=True)
+    assert renderer.decode(more) == "<|im_start|> user v4 1/3 <|im_end|> <|im_start|> assistant"
     action = renderer.encode("Action: open doc7")
     assert len(action) == 3
     assert renderer.action_text((*action, renderer.stop_token_ids[0])) == "Action: open doc7"
@@ -99,7 +99,7 @@ def test_the_hugging_face_template_agrees_with_the_renderer(tmp_path: Path) -> N
     messages = [
         {"role": "user", "content": "question q3"},
         {"role": "assistant", "content": "Action: open doc7"},
-        {"role": "tool", "content": "a4 1/3"},
+        {"role": "tool", "content": "v4 1/3"},
     ]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     action = (*renderer.encode("Action: open doc7"), renderer.stop_token_ids[0])
