@@ -36,7 +36,7 @@ def select_groups(groups: Sequence[PromptGroup], config: SelectionConfig) -> Sel
     kept: list[PromptGroup] = []
     dropped: list[DroppedGroup] = []
     for group in groups:
-        rewards = [t.reward for t in group.trajectories if t.is_trainable]
+        rewards = [t.reward for t in group.trajectories if t.reward is not None and t.is_trainable]
         if len(rewards) < config.min_group_size:
             dropped.append(DroppedGroup(group=group, reason="too_few_trainable"))
         elif config.drop_equal_rewards and max(rewards) - min(rewards) <= EQUAL_REWARDS:

@@ -80,8 +80,9 @@ def test_a_late_answer_and_a_dead_process_are_errors_that_name_the_rank(workers)
 
 
 def test_too_few_resources_end_with_a_table_of_wanted_and_available():
-    with pytest.raises(DeadlineError, match=r"wanted: CPU 3, GPU 2.*\n.*alive.*GPU 0"), ray_cluster(
-        recipe(actor={"device": "cuda", "layout": {"world_size": 2}}, placement={"ready_timeout_s": 1.0})
+    with (
+        pytest.raises(DeadlineError, match=r"wanted: CPU 3, GPU 2.*\n.*alive.*GPU 0"),
+        ray_cluster(recipe(actor={"device": "cuda", "layout": {"world_size": 2}}, placement={"ready_timeout_s": 1.0})),
     ):
         pass
     assert not ray.is_initialized()
