@@ -54,14 +54,18 @@ RECIPE = {
 }
 
 
+COLOCATED = ("--set", "placement.kind=colocated", "--set", "publish.route=broadcast")
+"""The killed run takes turns on shared devices and publishes over gloo; where it runs is not part of what it computes."""
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A directory with recipe.yaml in which three runs take place, once for all tests below."""
     home = tmp_path_factory.mktemp("runs")
     (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     megatrl(home, "train", "recipe.yaml", "--run-id", "whole")
-    kill_after_checkpoint(home, "train", "recipe.yaml", "--run-id", "killed")
-    megatrl(home, "train", "recipe.yaml", "--run-id", "killed", "--resume")
+    kill_after_checkpoint(home, "train", "recipe.yaml", "--run-id", "killed", *COLOCATED)
+    megatrl(home, "train", "recipe.yaml", "--run-id", "killed", "--resume", *COLOCATED)
     megatrl(home, "replay", "runs/tiny/whole", "--from-step", "2", "--out", "replay-from-2")
     return home
 
@@ -126,6 +130,7 @@ def test_a_killed_and_resumed_run_takes_the_same_prompts_and_records_every_step_
     lines = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert lines == sorted(set(lines))
     assert lines[-1] == NUM_STEPS
+    assert all(row["publish/is_proven"] == 1 for step, row in metrics(killed).items() if step)
 
 
 def test_fed_the_same_trajectories_a_resumed_actor_repeats_losses_and_weights_bit_for_bit(home):
