@@ -150,13 +150,15 @@ def test_config_check_tells_missing_model_files_as_the_user_wants():
     assert "model.path = absent/model" in strict.stderr
 
 
-def test_config_diff_shows_values_that_differ():
-    left, right = str(ROOT / "recipes/evidence_hunt.yaml"), str(ROOT / "recipes/textworld.yaml")
-    rows = json.loads(invoke("config", "diff", "--json", left, right).stdout)
-    assert rows["env.max_turns"] == {"left": 8, "right": 12}
-    assert rows["env.num_hops"] == {"left": 4, "right": None}
+def test_config_diff_shows_values_that_differ(tmp_path):
+    left, right = tmp_path / "left.yaml", tmp_path / "right.yaml"
+    left.write_text("name: left\nmodel: {kind: tiny}\nenv: {kind: evidence_hunt, max_turns: 5, num_hops: 3}\n")
+    right.write_text("base: left.yaml\nname: right\nenv: {kind: textworld, max_turns: 12}\n")
+    rows = json.loads(invoke("config", "diff", "--json", str(left), str(right)).stdout)
+    assert rows["env.max_turns"] == {"left": 5, "right": 12}
+    assert rows["env.num_hops"] == {"left": 3, "right": None}
     assert "model.hidden_size" not in rows
-    assert invoke("config", "diff", left, left).stdout == "no difference\n"
+    assert invoke("config", "diff", str(left), str(left)).stdout == "no difference\n"
 
 
 def test_make_tiny_writes_a_model_directory_once(tmp_path):
