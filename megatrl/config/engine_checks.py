@@ -11,6 +11,10 @@ from megatrl.config.violations import Problem
 from megatrl.errors import ModelError
 
 
+SERVER_MARGIN_TOKENS = 8
+"""SGLang (0.5.23) refuses prompts within 6 tokens of its context, and cuts what it samples before the very end."""
+
+
 def check_token_limits(recipe: Recipe) -> Iterator[Problem]:
     """An action and an observation fit into the context, and a sequence into the server's cache."""
     rollout = recipe.rollout
@@ -21,12 +25,13 @@ def check_token_limits(recipe: Recipe) -> Iterator[Problem]:
                 message="leaves no room in rollout.context_tokens for anything else",
                 remedy=f"set it below {rollout.context_tokens}, or raise rollout.context_tokens",
             )
-    cache = rollout.servers.max_total_tokens
-    if cache is not None and cache < rollout.context_tokens:
+    cache, needed = rollout.servers.max_total_tokens, rollout.context_tokens + SERVER_MARGIN_TOKENS
+    if cache is not None and cache < needed:
         yield Problem(
             paths=("rollout.servers.max_total_tokens", "rollout.context_tokens"),
-            message="one trajectory would not fit into the server's cache",
-            remedy=f"set it to {rollout.context_tokens} or more, or to null",
+            message=f"one trajectory would not fit into the server's cache: SGLang needs {SERVER_MARGIN_TOKENS} tokens "
+            f"more than rollout.context_tokens = {rollout.context_tokens}",
+            remedy=f"set it to {needed} or more, or to null",
         )
 
 
@@ -80,17 +85,11 @@ def check_devices(recipe: Recipe) -> Iterator[Problem]:
             message="colocated roles share devices, but theirs differ",
             remedy=f"set both to {actor.device}, or placement.kind: separate",
         )
-    if is_colocated and publish.route == "broadcast":
+    if is_colocated and publish.route == "broadcast" and actor.device == "cuda":
         yield Problem(
             paths=("publish.route", "placement.kind"),
             message="NCCL refuses two processes on one device, so colocated roles cannot broadcast",
             remedy="set publish.route: tensor",
-        )
-    if not is_colocated and publish.route == "tensor" and "cuda" in (actor.device, servers.device):
-        yield Problem(
-            paths=("publish.route", "placement.kind", "actor.device"),
-            message="tensor handles work between processes that share a device; separate roles share none",
-            remedy="set publish.route: broadcast or disk, or placement.kind: colocated",
         )
     num_devices = servers.num_servers * servers.tensor
     if is_colocated and actor.device == "cuda" and num_devices > actor.layout.world_size:
@@ -213,13 +212,16 @@ def check_server_degree(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_context_fits_model(recipe: Recipe) -> Iterator[Problem]:
-    """The model knows as many positions as a trajectory may have."""
+    """The model knows as many positions as a trajectory may have, and the few that SGLang keeps for itself."""
     shape = _shape(recipe)
-    if shape is not None and recipe.rollout.context_tokens > shape.max_positions:
+    if shape is None:
+        return
+    most = shape.max_positions - SERVER_MARGIN_TOKENS
+    if recipe.rollout.context_tokens > most:
         yield Problem(
             paths=("rollout.context_tokens", "model.kind"),
-            message=f"the model has {shape.max_positions} positions",
-            remedy=f"set it to at most {shape.max_positions}",
+            message=f"the model has {shape.max_positions} positions, of which SGLang keeps {SERVER_MARGIN_TOKENS}",
+            remedy=f"set it to at most {most}" if most > 1 else "use a model with more positions",
         )
 
 

@@ -62,6 +62,7 @@ REFUSED = {
         ("rollout.context_tokens=512", "leaves no room"),
         ("rollout.max_observation_tokens=4096", "leaves no room"),
         ("rollout.servers.max_total_tokens=1000", "one trajectory would not fit"),
+        ("rollout.servers.max_total_tokens=4103", "set it to 4104 or more"),
     ],
     "check_learning_rate": [
         ("actor.optimizer.min_lr=1", "the rate would rise"),
@@ -74,8 +75,10 @@ REFUSED = {
     ],
     "check_devices": [
         ("placement.kind=colocated rollout.servers.device=cuda", "colocated roles share devices"),
-        ("placement.kind=colocated publish.route=broadcast", "colocated roles cannot broadcast"),
-        ("actor.device=cuda rollout.servers.device=cuda", "separate roles share none"),
+        (
+            "placement.kind=colocated publish.route=broadcast actor.device=cuda rollout.servers.device=cuda",
+            "colocated roles cannot broadcast",
+        ),
         (
             "placement.kind=colocated actor.device=cuda rollout.servers.device=cuda rollout.servers.num_servers=2",
             "2 x 1 = 2 devices for servers",
@@ -96,7 +99,10 @@ REFUSED = {
         ("actor.layout.world_size=3 actor.layout.pipeline=3", "num_layers=2"),
         ("actor.layout.world_size=2 actor.layout.expert=2 model.family=qwen3", "has no experts"),
     ],
-    "check_context_fits_model": [("rollout.context_tokens=20000", "the model has 16384 positions")],
+    "check_context_fits_model": [
+        ("rollout.context_tokens=20000", "the model has 16384 positions"),
+        ("rollout.context_tokens=16377", "set it to at most 16376"),
+    ],
     "check_model_files": [
         ("model={kind: hf, path: models/absent}", "config.json does not exist"),
         ("credit.kind=deltattg meter={kind: frozen, path: models/absent}", "no such directory"),
@@ -147,6 +153,10 @@ def test_a_combination_that_cannot_work_is_refused(recipe, check, overrides, pro
 def test_a_combination_that_may_surprise_is_warned_about(recipe, check, overrides, problem):
     warnings = load_recipe(recipe, overrides).warnings
     assert any(problem in warning for warning in warnings), warnings
+
+
+def test_the_longest_trajectory_that_the_server_takes_is_accepted(recipe):
+    load_recipe(recipe, ("rollout.context_tokens=16376", "rollout.servers.max_total_tokens=16384"))
 
 
 def test_a_problem_names_the_values_it_comes_from_and_their_places(recipe):
