@@ -21,6 +21,7 @@ from megatrl.rollout.episode import play_episode
 from megatrl.rollout.sampler import Sample, Sampler, SampleRequest
 from megatrl.rollout.scripted import ScriptedSampler
 from megatrl.rollout.seeds import sampling_seed
+from megatrl.rollout.stall import blocking_calls_end_after
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,11 @@ class Collector:
         self, run: "_CollectRun", prompts: Sequence[Prompt], first_position: int, policy_version: int
     ) -> tuple[PromptGroup, ...]:
         gate = asyncio.Semaphore(self._config.max_concurrent_episodes)
-        async with self._samplers.open() as sampler_for, asyncio.TaskGroup() as tasks:
+        async with (
+            blocking_calls_end_after(self._config.tool_timeout_s),
+            self._samplers.open() as sampler_for,
+            asyncio.TaskGroup() as tasks,
+        ):
 
             async def member(prompt: Prompt, position: int, index: int) -> Trajectory:
                 async with gate:
@@ -197,7 +202,7 @@ class Collector:
         try:
             env = self._make_environment(prompt)
             sampler = sampler_for(env, id, policy_version)
-        except Exception as error:  # an environment may raise anything; it costs one trajectory
+        except (Exception, SystemExit) as error:  # an environment may raise anything; it costs one trajectory
             text = error.message if isinstance(error, MegatrlError) else f"{type(error).__name__}: {error}"
             return Trajectory(
                 id=id,

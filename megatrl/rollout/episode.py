@@ -16,6 +16,7 @@ from megatrl.envs.tools import cut_to_tokens
 from megatrl.errors import DeadlineError, MegatrlError, RolloutError
 from megatrl.rendering.renderer import Renderer
 from megatrl.rendering.tool_calls import parse_action
+from megatrl.rollout import environment_calls
 from megatrl.rollout.sampler import Sample, Sampler, SampleRequest
 from megatrl.rollout.seeds import sampling_seed
 
@@ -122,7 +123,7 @@ class _Episode:
                 reason = Termination.CONTEXT_OVERFLOW if cut_by_context else Termination.ACTION_LENGTH
                 return reason, self._finish()
             self._add_turn(draft, sample, action, observation_key)
-            result = await self._call(self.env.step(action), "step")
+            result = await self._call(environment_calls.step(self.env, action), "step")
             if not result.is_valid_action and self.reward.invalid_action_penalty:
                 draft.turns[-1] = replace(draft.turns[-1], penalty=self.reward.invalid_action_penalty)
             self._observe(draft, result, sample)
@@ -154,7 +155,7 @@ class _Episode:
         )
 
     async def _open(self, draft: _Draft) -> str:
-        opening = await self.env.start()
+        opening = await environment_calls.start(self.env)
         draft.messages += opening
         draft.observation = self.renderer.initial(opening, self.env.tools)
         return self.env.observation_key
@@ -215,8 +216,10 @@ class _Episode:
 
     def _finish(self) -> StepResult:
         try:
-            return self.env.finish()
-        except Exception as error:  # an environment may raise anything; it costs one trajectory
+            return environment_calls.finish(self.env)
+        except DeadlineError as error:
+            raise _Failure(Termination.TIMEOUT, _describe("finish", error)) from error
+        except (Exception, SystemExit) as error:  # an environment may raise anything; it costs one trajectory
             raise _Failure(Termination.ENV_ERROR, _describe("finish", error)) from error
 
     async def _call(self, step: Awaitable[Returned], name: str) -> Returned:
@@ -225,7 +228,7 @@ class _Episode:
         try:
             async with limit:
                 return await step
-        except Exception as error:  # an environment may raise anything; it costs one trajectory
+        except (Exception, SystemExit) as error:  # an environment may raise anything; it costs one trajectory
             if limit.expired():
                 text = f"environment {name} did not return within rollout.tool_timeout_s={self.limits.tool_timeout_s:g}"
                 raise _Failure(Termination.TIMEOUT, text) from error
@@ -234,7 +237,7 @@ class _Episode:
             raise _Failure(termination, _describe(name, error)) from error
 
 
-def _describe(call: str, error: Exception) -> str:
+def _describe(call: str, error: BaseException) -> str:
     if isinstance(error, MegatrlError):
         return f"environment {call}: {error.message}"
     return f"environment {call} raised {type(error).__name__}: {error}"
@@ -244,6 +247,6 @@ async def _close(env: Environment) -> None:
     """Close the environment without letting it spoil a finished trajectory."""
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await env.close()
-    except Exception as error:  # logged: the outcome is known, only resources may leak
+            await environment_calls.close(env)
+    except (Exception, SystemExit) as error:  # logged: the outcome is known, only resources may leak
         logger.warning("environment close failed: %s: %s", type(error).__name__, error)

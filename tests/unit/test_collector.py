@@ -12,7 +12,7 @@ from aiohttp import web
 
 from megatrl.config.credit import RewardConfig
 from megatrl.config.engines import RolloutConfig, ServerConfig
-from megatrl.data.messages import Message
+from megatrl.data.messages import Action, Message
 from megatrl.data.trajectories import FinishReason, Prompt, Termination, TrajectoryId
 from megatrl.envs.protocol import Environment, StepResult
 from megatrl.envs.tools import run_blocking
@@ -214,6 +214,38 @@ def test_sleeping_sampler_and_hanging_tool_stop_nobody_else() -> None:
     outcomes = {group.prompt.prompt_id: group.trajectories[0].termination for group in groups}
     assert {name for name, end in outcomes.items() if end is Termination.TIMEOUT} == {"p2", "p5"}
     assert subject.report.failures == {Termination.TIMEOUT: 2}
+
+
+@pytest.mark.parametrize("place", ["start", "step", "finish"])
+def test_blocking_code_of_an_environment_is_interrupted_and_costs_one_trajectory(place: str) -> None:
+    """time.sleep holds the whole event loop, where no asyncio timeout can end it."""
+
+    class Blocking(ScriptedEnvironment):
+        async def start(self) -> tuple[Message, ...]:
+            if place == "start":
+                time.sleep(60)
+            return await super().start()
+
+        async def step(self, action: Action) -> StepResult:
+            if place == "step":
+                time.sleep(60)
+            return await super().step(action)
+
+        def finish(self) -> StepResult:
+            time.sleep(60)
+            return super().finish()
+
+    def make(prompt: Prompt) -> Environment:
+        return Blocking([tool_result()] * 9) if prompt.prompt_id == "p2" else two_turns(prompt)
+
+    begin = time.monotonic()
+    subject = collector(make, group_size=1, tool_timeout_s=0.4, max_attempts=1, max_failure_fraction=0.5, max_turns=3)
+    groups = subject.collect(prompts(8), first_position=0, policy_version=0)
+    assert time.monotonic() - begin < 15
+    blocked = groups[2].trajectories[0]
+    assert blocked.termination is Termination.TIMEOUT
+    assert f"environment {place}: blocking code did not return within rollout.tool_timeout_s=0.4" in blocked.error
+    assert all(group.trajectories[0].reward == 1.0 for group in groups if group.prompt.prompt_id != "p2")
 
 
 def test_no_more_episodes_run_at_once_than_allowed() -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
+import math
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +189,8 @@ def test_long_tool_result_is_cut_in_tokens_and_the_turn_is_closed() -> None:
         (ScriptedEnvironment([EnvironmentFault("lost")]), "environment step: lost"),
         (ScriptedEnvironment([tool_result()], outcome=OSError("gone")), "environment finish raised OSError: gone"),
         (ScriptedEnvironment([TimeoutError("its own")]), "environment step raised TimeoutError: its own"),
+        (ScriptedEnvironment([SystemExit(3)]), "environment step raised SystemExit: 3"),
+        (ScriptedEnvironment([tool_result()], outcome=SystemExit(3)), "environment finish raised SystemExit: 3"),
     ],
 )
 def test_fault_of_the_environment_leaves_the_outcome_unknown(env: ScriptedEnvironment, text: str) -> None:
@@ -195,6 +198,35 @@ def test_fault_of_the_environment_leaves_the_outcome_unknown(env: ScriptedEnviro
     assert trajectory.termination is Termination.ENV_ERROR
     assert (trajectory.reward, trajectory.success) == (None, None)
     assert trajectory.error == text
+
+
+def answers(result: object) -> ScriptedEnvironment:
+    async def step() -> StepResult:
+        return cast(StepResult, result)
+
+    return ScriptedEnvironment([step])
+
+
+@pytest.mark.parametrize(
+    "env, text",
+    [
+        (answers(None), "environment step: returned NoneType; expected a StepResult"),
+        (answers(StepResult(done=True, reward=math.nan, success=False)), "environment step: reward is nan"),
+        (answers(StepResult(messages=(cast(Message, "hello"),))), "message 'hello' is no dict with a role"),
+        (answers(StepResult(messages=(Message(role="tool", content=cast(str, 7)),))), "has no text as its content"),
+        (ScriptedEnvironment(opening=()), "environment start: start returned no message"),
+        (ScriptedEnvironment(gold_answers=cast(Any, "key")), "gold_answers is 'key'; expected a tuple of strings"),
+        (
+            ScriptedEnvironment([tool_result()], outcome=StepResult(done=True, reward=math.inf, success=True)),
+            "environment finish: reward is inf",
+        ),
+    ],
+)
+def test_unusable_answer_of_the_environment_costs_its_episode_only(env: ScriptedEnvironment, text: str) -> None:
+    trajectory = play(env, [OPEN], max_turns=1)
+    assert trajectory.termination is Termination.ENV_ERROR
+    assert (trajectory.reward, trajectory.success) == (None, None)
+    assert text in trajectory.error
 
 
 def test_failing_close_does_not_spoil_the_outcome(caplog: pytest.LogCaptureFixture) -> None:
