@@ -26,8 +26,7 @@ def main() -> None:
     report([observe(run, rank, port=agreed_port(str(i))) for i, run in enumerate(arguments["runs"])])
 
 
-def observe(run: dict[str, Any], rank: int, *, port: int) -> dict[str, Any]:
-    case: Case = pickle.loads(Path(run["case"]).read_bytes())
+def start_worker(run: dict[str, Any], rank: int, model_path: str, port: int) -> ActorWorker:
     actor = ActorConfig(
         layout=LayoutConfig(**run["layout"]),
         precision=run.get("precision", "fp32"),
@@ -35,18 +34,23 @@ def observe(run: dict[str, Any], rank: int, *, port: int) -> dict[str, Any]:
         optimizer=OptimizerConfig(lr=0.01, eps=1e-3, weight_decay=0.1, warmup_steps=4),
         timeout_s=60.0,
     )
-    worker = ActorWorker(
+    return ActorWorker(
         WorkerSpec(
             rank=rank,
             world_size=actor.layout.world_size,
             master_addr="127.0.0.1",
             master_port=port,
             actor=actor,
-            model_path=case.model_path,
+            model_path=model_path,
             seed=1,
             num_steps=5,
         )
     )
+
+
+def observe(run: dict[str, Any], rank: int, *, port: int) -> dict[str, Any]:
+    case: Case = pickle.loads(Path(run["case"]).read_bytes())
+    worker = start_worker(run, rank, case.model_path, port)
     start = worker.parameter_hash()
     seen: dict[str, Any] = {}
 

@@ -55,7 +55,7 @@ RECIPE = {
 
 
 COLOCATED = ("--set", "placement.kind=colocated", "--set", "publish.route=broadcast")
-"""The killed run takes turns on shared devices and publishes over gloo; where it runs is not part of what it computes."""
+"""The killed run takes turns on shared devices and publishes over gloo: neither is part of what it computes."""
 
 
 @pytest.fixture(scope="module")
