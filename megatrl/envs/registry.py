@@ -1,30 +1,41 @@
 """From an env section to environments, prompts and words: one line for each kind of environment."""
 
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
-from megatrl.config.environments import EnvConfig, EvidenceHuntConfig
+from megatrl.config.environments import EnvConfig, EvidenceHuntConfig, TextWorldConfig
 from megatrl.data.prompts import PromptSource
 from megatrl.data.trajectories import Prompt
 from megatrl.envs import evidence_hunt, textworld
 from megatrl.envs.protocol import Environment
 
 
+class _MakesPrompts(Protocol):
+    def __call__(self, config: Any, /, *, seed: int, split: Literal["train", "eval"]) -> PromptSource: ...
+
+
+class _Kind(NamedTuple):
+    environment: Callable[[Any, Prompt], Environment]
+    prompts: _MakesPrompts
+    vocabulary: Callable[[Any], tuple[str, ...]]
+
+
+_KINDS: Mapping[type, _Kind] = {
+    EvidenceHuntConfig: _Kind(evidence_hunt.EvidenceHunt, evidence_hunt.EvidenceHuntPrompts, evidence_hunt.vocabulary),
+    TextWorldConfig: _Kind(textworld.TextWorldEnvironment, textworld.TextWorldPrompts, textworld.vocabulary),
+}
+
+
 def make_environment(config: EnvConfig, prompt: Prompt) -> Environment:
     """A fresh episode of the prompt. Nothing is started or generated before `start`."""
-    if isinstance(config, EvidenceHuntConfig):
-        return evidence_hunt.EvidenceHunt(config, prompt)
-    return textworld.TextWorldEnvironment(config, prompt)
+    return _KINDS[type(config)].environment(config, prompt)
 
 
 def prompt_source(config: EnvConfig, *, seed: int, split: Literal["train", "eval"]) -> PromptSource:
     """Prompts of a split; train and eval share no task."""
-    if isinstance(config, EvidenceHuntConfig):
-        return evidence_hunt.EvidenceHuntPrompts(config, seed=seed, split=split)
-    return textworld.TextWorldPrompts(config, seed=seed, split=split)
+    return _KINDS[type(config)].prompts(config, seed=seed, split=split)
 
 
 def vocabulary(config: EnvConfig) -> tuple[str, ...]:
     """Words of prompts, observations and actions, without repetition, for a word-level tokenizer."""
-    if isinstance(config, EvidenceHuntConfig):
-        return evidence_hunt.vocabulary(config)
-    return textworld.vocabulary(config)
+    return _KINDS[type(config)].vocabulary(config)
