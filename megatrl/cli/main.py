@@ -1,6 +1,7 @@
 """The `megatrl` command. Heavy libraries load inside the commands that train; the others answer at once."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -62,9 +63,7 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     show_warnings(loaded.warnings)
-    from megatrl.orchestration import command
-
-    run_dir = command.train(loaded, resume=resume, run_id=run_id)
+    run_dir = _orchestration().train(loaded, resume=resume, run_id=run_id)
     print(run_dir)
 
 
@@ -82,9 +81,7 @@ def compare(
     loaded = load_comparison(comparison, overrides or ())
     for arm in loaded.arms.values():
         show_warnings(arm.warnings)
-    from megatrl.orchestration import command
-
-    command.compare(loaded, run_id=run_id)
+    _orchestration().compare(loaded, run_id=run_id)
 
 
 @app.command()
@@ -101,9 +98,7 @@ def replay(
     out: Annotated[Path | None, typer.Option("--out", help="Directory of the replay; by default in the run's.")] = None,
 ) -> None:
     """Train on the stored trajectories of a run again, without rollout servers."""
-    from megatrl.orchestration import command
-
-    print(command.replay(run, from_step=from_step, num_steps=num_steps, out=out))
+    print(_orchestration().replay(run, from_step=from_step, num_steps=num_steps, out=out))
 
 
 @app.command(name="make-tiny")
@@ -146,6 +141,15 @@ def show(
 
     stream = "eval_step" if evaluation else "step"
     render_step(run, step, trajectory=trajectory, limit=limit, stream=stream)
+
+
+def _orchestration() -> ModuleType:
+    """The module of the commands that train. Its imports take seconds, on a slow file system many."""
+    from megatrl.observability.progress import waiting
+
+    with waiting("loading libraries"):
+        from megatrl.orchestration import command
+    return command
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ _RECENT_STEPS = 20  # the time left follows the recent pace, not a slow start
 class ProgressDisplay:
     """Shows steps done, chosen numbers and the time left. One line per step is logged in any case.
 
-    Used by the loop, by supervised fine-tuning, and for long waits.
+    Used by the loop and by supervised fine-tuning; `waiting` is for what has no steps.
     """
 
     def __init__(self, num_steps: int, *, done: int = 0, title: str = "", console: Console | None = None) -> None:
@@ -46,6 +46,8 @@ class ProgressDisplay:
     def update(self, step: int, numbers: Mapping[str, float]) -> None:
         """Step `step` is done. `numbers` are shown in their order."""
         self._done = step
+        if step <= self._step_ends[-1][0]:  # an evaluation before the first step says nothing about the pace of steps
+            self._step_ends.clear()
         self._step_ends.append((step, time.monotonic()))
         shown = [f"{name}={format_number(value)}" for name, value in numbers.items()]
         left = self.seconds_left()
@@ -65,23 +67,6 @@ class ProgressDisplay:
             return None
         return max(0.0, (self._num_steps - last) * (ended - began) / (last - first))
 
-    @contextmanager
-    def waiting(self, what: str, *, deadline_s: float | None = None) -> Iterator[None]:
-        """Show that the body waits for `what`: on the bar at once, in the log at the start and every 30 s.
-
-        Only shows; the deadline is the body's to keep.
-        """
-        with waiting(what, deadline_s=deadline_s):
-            if self._bar is None:
-                yield
-                return
-            description = self._bar.tasks[0].description
-            self._bar.update(self._task, description=f"{what} …")
-            try:
-                yield
-            finally:
-                self._bar.update(self._task, description=description)
-
     def close(self) -> None:
         """Leave the last state on the terminal. May be called twice."""
         if self._bar is not None:
@@ -90,10 +75,17 @@ class ProgressDisplay:
 
 
 @contextmanager
-def waiting(what: str, *, deadline_s: float | None = None, every_s: float = WAIT_LINE_EVERY_S) -> Iterator[None]:
-    """Log a line when the body starts to wait for `what`, one every `every_s` seconds, and one at the end."""
+def waiting(
+    what: str, *, deadline_s: float | None = None, every_s: float = WAIT_LINE_EVERY_S, console: Console | None = None
+) -> Iterator[None]:
+    """Shows that the body waits for `what`; the deadline is the body's to keep.
+
+    A terminal shows a spinner with the time, and a line with the time it took. The log has a line at the start, one
+    every `every_s` seconds, and one at the end.
+    """
     limit = "" if deadline_s is None else f" (at most {format_seconds(deadline_s)})"
     began = time.monotonic()
+    console = console or Console(stderr=True)
     over = threading.Event()
 
     def remind() -> None:
@@ -104,15 +96,26 @@ def waiting(what: str, *, deadline_s: float | None = None, every_s: float = WAIT
     thread = threading.Thread(target=remind, name="waiting", daemon=True)
     thread.start()
     try:
-        yield
+        with _spinner(f"{what}{limit}", console):
+            yield
     except BaseException:
         logger.info("gave up on %s after %s", what, format_seconds(time.monotonic() - began))
         raise
     else:
-        logger.info("done: %s, %s", what, format_seconds(time.monotonic() - began))
+        took = f"{what}, {format_seconds(time.monotonic() - began)}"
+        logger.info("done: %s", took)
+        if console.is_terminal:
+            console.print(f"✓ {took}", markup=False, highlight=False)
     finally:
         over.set()
         thread.join(5.0)
+
+
+def _spinner(text: str, console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    spinner = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    spinner.add_task(text, total=None)
+    return spinner
 
 
 def format_number(value: float) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatrl.actor.worker import WorkerSpec
 from megatrl.config.recipe import Recipe
+from megatrl.observability.progress import waiting
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.placement import Placement, node_address, ray_cluster
@@ -50,7 +51,8 @@ def cluster(recipe: Recipe, model_path: Path, log_dir: Path, *, serve: bool = Tr
         servers = ServerGroup.start(recipe, model_path, placement, log_dir) if serve else ServerGroup.none()
         workers = _start_workers(recipe, model_path, placement, log_dir)
         try:
-            workers.call("initialize")
+            with waiting(f"{len(workers)} actor ranks", deadline_s=recipe.actor.timeout_s):
+                workers.call("initialize")
             logger.info("cluster up ranks=%d seconds=%.1f", len(workers), time.monotonic() - begin)
             yield Cluster(
                 workers=workers,

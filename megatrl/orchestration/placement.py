@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 
 from megatrl.config.recipe import Recipe
 from megatrl.errors import DeadlineError
+from megatrl.observability.progress import waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,9 @@ def ray_cluster(recipe: Recipe) -> Iterator[Placement]:
     own: dict[str, Any] = {}
     if address == "local":  # a CPU here is a slot, not a core: the roles take turns
         own = {"num_cpus": max(len(plan.bundles) * 2, os.cpu_count() or 1), "include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **own)
+    _join_our_log()
+    with waiting("Ray"):
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **own)
     try:
         group = placement_group(plan.bundles, strategy="PACK")
         if not group.wait(recipe.placement.ready_timeout_s):
@@ -89,6 +92,14 @@ def ray_cluster(recipe: Recipe) -> Iterator[Placement]:
             remove_placement_group(group)
     finally:
         ray.shutdown()
+
+
+def _join_our_log() -> None:
+    """Ray's errors go where ours go. Its own handler would write notices across the screen."""
+    logger = logging.getLogger("ray")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.ERROR)
 
 
 def node_address(group: PlacementGroup, bundle: int) -> str:

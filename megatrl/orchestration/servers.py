@@ -1,7 +1,7 @@
 """The rollout servers of a run: one host process for each, started together, watched, stopped."""
 
+import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +9,8 @@ from pathlib import Path
 import ray
 
 from megatrl.config.recipe import Recipe
-from megatrl.errors import RolloutError
+from megatrl.errors import MegatrlError
+from megatrl.observability.progress import waiting
 from megatrl.orchestration.placement import Placement
 from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.rollout.control import ServerControl
@@ -87,9 +88,9 @@ class ServerGroup:
 
     def wait_ready(self) -> tuple[str, ...]:
         """Blocks until every server answers; raises with the log's last lines where one does not."""
-        begin = time.monotonic()
-        self.urls = tuple(self._hosts.call("wait_ready", timeout_s=self._timeout_s))
-        logger.info("servers ready count=%d seconds=%.1f", len(self.urls), time.monotonic() - begin)
+        is_first = len(self._hosts) > 0 and not self.urls  # later calls, one for each arm, return at once
+        with waiting("rollout servers", deadline_s=self._timeout_s) if is_first else contextlib.nullcontext():
+            self.urls = tuple(self._hosts.call("wait_ready", timeout_s=self._timeout_s))
         return self.urls
 
     def check(self) -> None:
@@ -114,7 +115,7 @@ class ServerGroup:
         """Ends the servers, then their hosts."""
         try:
             self._hosts.call("stop", timeout_s=30)
-        except RolloutError as error:
+        except MegatrlError as error:  # gone already, or its host is: nothing is left to stop there
             logger.warning("stopping servers: %s", error)
         self._hosts.stop()
 

@@ -15,6 +15,7 @@ from megatrl.data.samples import TrainingSample
 from megatrl.data.trajectories import PromptGroup
 from megatrl.envs.registry import prompt_source
 from megatrl.errors import ModelError
+from megatrl.observability.progress import waiting
 from megatrl.orchestration.artifacts import Artifacts
 from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.players import scripted_player
@@ -58,7 +59,8 @@ def start_directory(recipe: Recipe, model: Path, artifacts: Artifacts, cluster: 
     def make(out: Path) -> None:
         actor = cluster.actor(recipe)
         actor.load_policy(model, start.sft.optimizer, start.sft.num_steps)
-        samples = demonstration_samples(recipe, model, start)
+        with waiting(f"{start.demonstrations.num_episodes} demonstrations"):
+            samples = demonstration_samples(recipe, model, start)
         supervise(
             actor,
             samples,

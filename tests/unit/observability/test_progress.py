@@ -47,6 +47,17 @@ def test_time_left_follows_the_pace_of_the_recent_steps() -> None:
     assert 940 * 0.002 <= left < 940 * 0.3 / 5
 
 
+def test_an_evaluation_before_the_first_step_is_not_taken_for_the_pace_of_steps() -> None:
+    display = ProgressDisplay(100, console=Console(file=io.StringIO()))
+    time.sleep(0.3)
+    display.update(0, {"eval_success": 0.1})
+    time.sleep(0.002)
+    display.update(1, {})
+    left = display.seconds_left()
+    assert left is not None
+    assert left < 99 * 0.15
+
+
 def test_a_wait_is_logged_at_its_start_while_it_lasts_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     with waiting("rollout servers", deadline_s=300, every_s=0.02):
         time.sleep(0.15)
@@ -59,11 +70,20 @@ def test_a_wait_is_logged_at_its_start_while_it_lasts_and_at_its_end(caplog: pyt
 
 
 def test_a_wait_that_fails_says_so_and_raises(caplog: pytest.LogCaptureFixture) -> None:
-    display = ProgressDisplay(3, console=Console(file=io.StringIO(), force_terminal=True, width=100))
-    with pytest.raises(TimeoutError), display.waiting("the port", deadline_s=1.0):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    with pytest.raises(TimeoutError), waiting("the port", deadline_s=1.0, console=console):
         raise TimeoutError
-    display.close()
     assert caplog.messages[-1].startswith("gave up on the port after")
+    assert "✓" not in screen.getvalue()
+
+
+def test_a_wait_is_seen_on_a_terminal_while_it_lasts_and_how_long_it_took() -> None:
+    screen = io.StringIO()
+    with waiting("rollout servers", console=Console(file=screen, force_terminal=True, width=100)):
+        time.sleep(0.15)
+        assert "rollout servers" in screen.getvalue()
+    assert "✓ rollout servers, 0." in screen.getvalue()
 
 
 def test_numbers_and_times_are_short() -> None:
