@@ -13,18 +13,17 @@ from megatrl.data.prompts import PromptStream
 from megatrl.errors import CheckpointError
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.progress import Progress
+from megatrl.orchestration.run_directory import identity_of
 
 logger = logging.getLogger(__name__)
 
 _DRIVER_STATE = "driver.json"
 _ACTOR = "actor"
-_NOT_PART_OF_A_RUN = {"observe", "checkpoint", "evaluation", "placement", "publish", "train"}
 
 
 def recipe_hash(recipe: Recipe) -> str:
     """Hash of everything that decides what a run computes; where it writes and how long it runs is left out."""
-    content = recipe.model_dump(mode="json", exclude=_NOT_PART_OF_A_RUN)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(identity_of(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RunCheckpoints:

@@ -61,8 +61,10 @@ def cluster(recipe: Recipe, model_path: Path, log_dir: Path, *, serve: bool = Tr
                 timeout_s=recipe.actor.timeout_s,
             )
         finally:
-            workers.stop()
-            servers.stop()
+            try:
+                workers.stop()
+            finally:
+                servers.stop()
 
 
 def _start_workers(recipe: Recipe, model_path: Path, placement: Placement, log_dir: Path) -> WorkerGroup:

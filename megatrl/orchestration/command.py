@@ -21,6 +21,7 @@ from megatrl.orchestration.cluster import Cluster, cluster
 from megatrl.orchestration.loop import train as run_loop
 from megatrl.orchestration.meter_training import meter_directory
 from megatrl.orchestration.run import open_replay, open_run
+from megatrl.orchestration.run_directory import claimed, continued
 from megatrl.orchestration.start import model_directory, start_directory
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,10 @@ def train(loaded: LoadedRecipe, *, resume: bool = False, run_id: str | None = No
     """Runs one recipe; returns its run directory `<runs_dir>/<name>/<run id>`."""
     recipe = loaded.recipe
     home = Path(recipe.observe.runs_dir) / recipe.name
-    run_dir = home / (run_id or (_newest(home) if resume else _new_id()))
-    if not resume and (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"run directory {run_dir} exists; give --resume to continue it, or another --run-id")
-    _write_sources(run_dir, {source.path: source.text for source in loaded.sources})
-    with _prepared(recipe, run_dir) as (group, start):
-        _train_arm(recipe, group, start, run_dir, resume=resume)
+    with continued(home, run_id, recipe) if resume else claimed(home, run_id) as run_dir:
+        _write_sources(run_dir, {source.path: source.text for source in loaded.sources})
+        with _prepared(recipe, run_dir) as (group, start):
+            _train_arm(recipe, group, start, run_dir, resume=resume)
     return run_dir
 
 
@@ -45,12 +44,12 @@ def compare(loaded: LoadedComparison, *, run_id: str | None = None) -> Path:
     first = next(iter(arms.values()))
     _check_arms(arms)
     home = Path(first.observe.runs_dir) / loaded.comparison.name
-    out = home / (run_id or _new_id())
-    _write_sources(out, {source.path: source.text for source in loaded.sources})
-    with _prepared(first, out) as (group, start):
-        for name, recipe in arms.items():
-            Console().rule(f"[bold]{name}")
-            _train_arm(recipe, group, start, out / name, resume=False)
+    with claimed(home, run_id) as out:
+        _write_sources(out, {source.path: source.text for source in loaded.sources})
+        with _prepared(first, out) as (group, start):
+            for name, recipe in arms.items():
+                Console().rule(f"[bold]{name}")
+                _train_arm(recipe, group, start, out / name, resume=False)
     report([out / name for name in arms], out, title=loaded.comparison.name)
     return out
 
@@ -152,11 +151,3 @@ def _write_sources(run_dir: Path, sources: Mapping[str, str]) -> None:
 
 def _new_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S")
-
-
-def _newest(home: Path) -> str:
-    """The run id that was used last. Raises CheckpointError where there is none."""
-    ids = sorted(path.name for path in home.iterdir() if (path / "config.json").exists()) if home.is_dir() else []
-    if not ids:
-        raise CheckpointError(f"nothing to resume in {home}: no run was started there")
-    return ids[-1]

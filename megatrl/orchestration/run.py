@@ -26,7 +26,7 @@ from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
 from megatrl.orchestration.filling import FilledBatch, LiveRollout
 from megatrl.orchestration.mismatch import MismatchMonitor
-from megatrl.orchestration.players import policy_player
+from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.progress import Progress
 from megatrl.orchestration.replay import RecordedRollout
 from megatrl.orchestration.scorers import MeterScorer, NullMeter, NullProbe, NullReference, Scorers
@@ -139,6 +139,7 @@ def open_run(
     devices = cluster.devices(actor)
     evaluation = recipe.evaluation
     held_out = policy_player(recipe, renderer, urls, group_size=1, temperature=evaluation.temperature)
+    player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
     with Observation.open(
         run_dir,
         recipe.observe,
@@ -146,18 +147,20 @@ def open_run(
         resume_step=latest_step(directory, recipe) if resume else 0,
         run_config=run_config(recipe),
     ) as observe:
-        player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=LiveRollout(player, recipe.batch, recipe.reward, recipe.selection),
+            rollout=LiveRollout(WatchedPlayer(player, cluster.servers), recipe.batch, recipe.reward, recipe.selection),
             actor=actor,
             scorers=scorers,
             weight_sync=ProvenWeightSync(actor, cluster.servers),
             devices=devices,
             checkpoints=checkpoints,
             evaluator=Evaluator(
-                held_out, prompt_source(recipe.env, seed=recipe.seed, split="eval"), evaluation, devices
+                WatchedPlayer(held_out, cluster.servers),
+                prompt_source(recipe.env, seed=recipe.seed, split="eval"),
+                evaluation,
+                devices,
             ),
             observe=observe,
             mismatch=MismatchMonitor(recipe.train.max_mismatch),

@@ -11,6 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrl.errors import DeadlineError, MegatrlError
 
+_MAX_REASON_CHARS = 240  # of Ray's account, which goes on with general advice
+
 
 class WorkerGroup:
     """Calls a method on all ranks at once and gives the answers in rank order.
@@ -87,15 +89,19 @@ class WorkerGroup:
 
 
 def _raise_cause(fetch: Callable[[], Any], what: str) -> None:
-    """Turns Ray's wrappers back into the error that the worker raised."""
+    """Turns Ray's wrappers back into the error that the worker raised, where a person can act on it."""
     try:
         fetch()
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, MegatrlError):
+        if isinstance(cause, MegatrlError | OSError):
             raise cause from error
         raise
     except RayActorError as error:
-        raise MegatrlError(f"{what}: the process died ({error}); see its log in the run directory") from error
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise MegatrlError(
+            f"{what}: its process died, killed from outside or for lack of memory ({reason} ...). See logs/ in the run "
+            "directory and the kernel's log; the last checkpoint is intact: continue with --resume"
+        ) from error
     except GetTimeoutError as error:
         raise DeadlineError(f"{what}: the answer did not arrive") from error

@@ -75,7 +75,7 @@ def test_a_late_answer_and_a_dead_process_are_errors_that_name_the_rank(workers)
     workers.call("double", 1)
     with pytest.raises(DeadlineError, match=r"actor.sleep did not answer within 1 s on ranks \[0, 1\]"):
         workers.call("sleep", 3.0, timeout_s=1.0)
-    with pytest.raises(MegatrlError, match=r"actor rank \d.die: the process died"):
+    with pytest.raises(MegatrlError, match=r"actor rank \d.die: its process died"):
         workers.call("die", timeout_s=60.0)
 
 

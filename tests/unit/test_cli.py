@@ -1,5 +1,6 @@
 """The command line: what it answers, how it fails, and that login-node commands stay light."""
 
+import errno
 import json
 import os
 import resource
@@ -96,6 +97,23 @@ def test_ctrl_c_exits_with_130(monkeypatch):
     result = invoke("train", str(ROOT / "recipes/evidence_hunt.yaml"))
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device: free space there"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs"), "error: Permission denied (runs): allow writing"),
+    ],
+)
+def test_a_fault_of_the_disk_is_told_with_its_remedy(monkeypatch, error, text):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("megatrl.config.load.load_recipe", fail)
+    result = invoke("train", str(ROOT / "recipes/evidence_hunt.yaml"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(text)
 
 
 def test_a_recipe_and_a_comparison_are_sent_to_their_own_command():
