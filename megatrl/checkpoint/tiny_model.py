@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from megatrl.checkpoint.atomic import fsync_directory, fsync_tree
 from megatrl.config.engines import TinyModel
 from megatrl.config.environments import EnvConfig
+from megatrl.config.model_shape import TINY_MAX_POSITIONS, TINY_ROPE_THETA
 from megatrl.envs.registry import vocabulary
 from megatrl.envs.tools import CUT_MARKER
 from megatrl.errors import CheckpointError, ConfigError
@@ -40,14 +41,12 @@ METER_WORDS = (
     *(f"{tokens}}}" for tokens in range(MAX_FORECAST)),
 )
 VOCAB_MULTIPLE = 8  # so that tensor parallelism divides the vocabulary
-MAX_POSITIONS = 8192
 
 # Chosen by measuring how fast EvidenceHunt is learnt; Hugging Face's 0.02 everywhere learns many times slower.
 EMBEDDING_STD = 0.5
 MATRIX_GAIN = 0.7  # over the square root of the fan-in
 HEAD_GAIN = 0.35  # likewise; low, so that first predictions are close to uniform
 QUERY_KEY_NORM = 2.0  # normalised queries and keys need room for sharp attention
-ROPE_THETA = 1_000_000.0
 
 _CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
@@ -111,7 +110,7 @@ def _write_tokenizer(tokenizer: Tokenizer, config: TinyModel, folder: Path) -> N
         "pad_token": "<|endoftext|>",
         "eos_token": _end_tokens(config)[0],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
+        "model_max_length": TINY_MAX_POSITIONS,
         "chat_template": _CHATML_TEMPLATE,
     }
     if config.family == "llama3":
@@ -135,8 +134,8 @@ def _make_model(config: TinyModel, tokenizer: Tokenizer) -> transformers.PreTrai
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn_size,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
-        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": TINY_ROPE_THETA},
+        "max_position_embeddings": TINY_MAX_POSITIONS,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": tokenizer.token_to_id("<|begin_of_text|>"),
         "eos_token_id": tokenizer.token_to_id(_end_tokens(config)[0]),

@@ -10,7 +10,6 @@ from megatrl.config.recipe import FrozenMeter, Recipe
 from megatrl.config.violations import Problem
 from megatrl.errors import ModelError
 
-
 SERVER_MARGIN_TOKENS = 8
 """SGLang (0.5.23) refuses prompts within 6 tokens of its context, and cuts what it samples before the very end."""
 
@@ -54,7 +53,7 @@ def check_learning_rate(recipe: Recipe) -> Iterator[Problem]:
             "start.sft.num_steps",
             recipe.start.sft.num_steps,
         )
-    if recipe.meter.kind == "trained":
+    if recipe.meter.kind == "trained" and recipe.meter.sft is not None:
         optimizers["meter.sft.optimizer"] = (
             recipe.meter.sft.optimizer,
             "meter.sft.num_steps",

@@ -12,7 +12,7 @@ from megatrl.errors import ModelError
 MODEL_TYPES: Mapping[str, Family] = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "llama": "llama3"}
 """`model_type` of a Hugging Face config.json -> family."""
 
-TINY_ROPE_THETA = 10000.0
+TINY_ROPE_THETA = 1_000_000.0
 TINY_MAX_POSITIONS = 16384
 
 
@@ -119,7 +119,7 @@ def tiny_model_shape(model: TinyModel, *, vocab_size: int) -> ModelShape:
         num_experts_per_token=model.num_experts_per_token if is_mixture else 0,
         expert_ffn_size=model.ffn_size if is_mixture else 0,
         tie_word_embeddings=model.tie_word_embeddings,
-        norm_eps=1e-5 if model.family == "llama3" else 1e-6,
+        norm_eps=1e-6,
         rope_theta=TINY_ROPE_THETA,
         max_positions=TINY_MAX_POSITIONS,
     )

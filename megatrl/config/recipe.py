@@ -73,7 +73,8 @@ class TrainedMeter(Section):
     """Episodes of scripted policies with these detour rates, in equal parts."""
     detours: tuple[float, ...] = (0.05, 0.3, 0.6)
     max_prefixes_per_trajectory: int = Field(default=16, gt=0)
-    sft: SFTConfig = SFTConfig()
+    sft: SFTConfig | None = SFTConfig()
+    """null leaves the start policy as it is: a prompted model as the meter (ablation `trained: false`)."""
 
 
 MeterConfig = Annotated[NoMeter | FrozenMeter | TrainedMeter, Field(discriminator="kind")]

@@ -7,7 +7,7 @@ number or a truth value is; quoted text is never anything but text.
 import re
 import types
 from collections.abc import Iterable
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatrl.config.yaml_nodes import Scalar
 
@@ -31,7 +31,9 @@ class ScalarError(ValueError):
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """Alternatives of a union, or the annotation itself."""
+    """Alternatives of a union, or the annotation itself; without the constraints of an `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(member for part in get_args(annotation) for member in members(part))
     return (annotation,)

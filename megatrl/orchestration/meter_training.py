@@ -1,4 +1,4 @@
-"""The meter that a recipe trains for itself: record, label, fine-tune, measure, freeze."""
+"""The meter that a recipe makes for itself: record, label, fine-tune, measure, freeze."""
 
 import logging
 from collections.abc import Iterable
@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatrl.config.credit import CreditConfig, DeltaTTGCredit
 from megatrl.config.engines import TinyModel
-from megatrl.config.recipe import FrozenMeter, Recipe, TrainedMeter
+from megatrl.config.recipe import FrozenMeter, Recipe, SFTConfig, TrainedMeter
 from megatrl.data.trajectories import PromptGroup, Trajectory
 from megatrl.envs.registry import prompt_source
+from megatrl.errors import ScoringError
 from megatrl.meter.evaluation import evaluate_forecasts
 from megatrl.meter.frozen import freeze_meter
 from megatrl.meter.labels import collect_labels, failure_cost, log_spaced_grid, split_by_task, trajectory_labels
@@ -42,36 +44,49 @@ def meter_directory(recipe: Recipe, start: Path, artifacts: Artifacts, cluster: 
         return Path(meter.path)
     if not isinstance(meter, TrainedMeter):
         return None
-    key = {**artifact_key(recipe), "start_policy": start.name, "meter": meter.model_dump(mode="json")}
+    key = {
+        **artifact_key(recipe),
+        "start_policy": start.name,
+        "meter": meter.model_dump(mode="json"),
+        "with_terminal": _is_asked_at_the_end(recipe.credit),
+    }
     made = artifacts.get_or_make("meter", key, lambda out: _train_meter(recipe, meter, start, out, cluster))
     return made / "meter"
 
 
 def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cluster: Cluster) -> None:
     actor = cluster.actor(recipe)
-    actor.load_policy(start, meter.sft.optimizer, meter.sft.num_steps)
+    sft = meter.sft or SFTConfig()  # without SFT the weights are loaded and stay as they are
+    actor.load_policy(start, sft.optimizer, sft.num_steps)
     groups = _record(recipe, meter, start, actor, cluster)
     trajectories = [t for group in groups for t in group.trajectories]
+    _refuse_partial_scores(trajectories, recipe.credit)
     training, validation = split_by_task(trajectories, validation_fraction=_VALIDATION_FRACTION, seed=recipe.seed)
-    labels = collect_labels(training, max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory, seed=recipe.seed)
+    labels = collect_labels(
+        training,
+        max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory,
+        seed=recipe.seed,
+        with_terminal=_is_asked_at_the_end(recipe.credit),
+    )
     cost = failure_cost(labels.examples)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
     text = _COMPACT if isinstance(recipe.model, TinyModel) else MeterText()
     grid = log_spaced_grid(labels.examples, size=_GRID_SIZE, is_spellable=partial(can_answer, renderer))
     prompt = build_meter_prompt(renderer, grid, text)
     max_tokens = recipe.rollout.context_tokens + prompt.num_extra_tokens
-    sft_set = build_sft_set(labels.examples, prompt, max_sequence_tokens=max_tokens)
     logger.info("meter labels=%d left_out=%s failure_cost=%.1f", len(labels.examples), labels.left_out, cost)
-    supervise(
-        actor,
-        sft_set.samples,
-        meter.sft,
-        microbatch_tokens=recipe.batch.microbatch_tokens,
-        seed=recipe.seed + 1,
-        title="SFT of the meter",
-    )
+    if meter.sft is not None:
+        sft_set = build_sft_set(labels.examples, prompt, max_sequence_tokens=max_tokens)
+        supervise(
+            actor,
+            sft_set.samples,
+            meter.sft,
+            microbatch_tokens=recipe.batch.microbatch_tokens,
+            seed=recipe.seed + 1,
+            title="SFT of the meter",
+        )
     actor.save_hf(out / "weights", start)
-    # The weights just trained are still in the actor: a frozen copy of them is the meter.
+    # The weights to freeze are still in the actor: a frozen copy of them is the meter.
     actor.freeze_reference()
     runner = actor.query_runner("reference")
     scorer = CandidateMeter(
@@ -91,6 +106,23 @@ def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cl
         training_hash=labels.content_hash,
         evaluation=evaluation,
     )
+
+
+def _is_asked_at_the_end(credit: CreditConfig) -> bool:
+    """True where the credit rule also reads the forecast of the state after the last action."""
+    return isinstance(credit, DeltaTTGCredit) and credit.terminal == "meter"
+
+
+def _refuse_partial_scores(trajectories: Iterable[Trajectory], credit: CreditConfig) -> None:
+    """The completion bit is the final score only where scores are 0 or 1."""
+    if not isinstance(credit, DeltaTTGCredit) or credit.target != "outcome":
+        return
+    partial = sorted({t.reward for t in trajectories if t.reward is not None} - {0.0, 1.0})
+    if partial:
+        raise ScoringError(
+            f"credit.target: outcome reads the meter's completion probability as the expected score, but the "
+            f"environment gives scores other than 0 and 1, such as {partial[0]}; use credit.target: completion_prob"
+        )
 
 
 def _record(recipe: Recipe, meter: TrainedMeter, start: Path, actor: ActorGroup, cluster: Cluster) -> list[PromptGroup]:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 
+from megatrl.config.credit import DeltaTTGCredit
 from megatrl.config.scalars import ScalarError, read_scalar
 from megatrl.config.yaml_nodes import DEFAULT, Scalar
 
@@ -103,3 +104,9 @@ def test_the_remedy_for_a_quoted_number_is_to_remove_the_quotes():
     with pytest.raises(ScalarError) as refusal:
         read_scalar(quoted("false"), bool)
     assert "remove the quotes" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("text, value", [("auto", "auto"), ("250", 250.0), ("2.5e2", 250.0)])
+def test_a_number_or_a_word_can_be_either(text, value):
+    annotation = DeltaTTGCredit.model_fields["failure_cost"].annotation
+    assert read_scalar(plain(text), annotation) == value

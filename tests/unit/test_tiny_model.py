@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from megatrl.checkpoint.tiny_model import make_tiny  # noqa: E402
 from megatrl.config.engines import TinyModel  # noqa: E402
 from megatrl.config.environments import EvidenceHuntConfig, TextWorldConfig  # noqa: E402
+from megatrl.config.model_shape import read_model_shape, tiny_model_shape  # noqa: E402
 from megatrl.errors import CheckpointError, ConfigError  # noqa: E402
 from megatrl.meter.prompt import answer_text  # noqa: E402
 from megatrl.rendering.renderer import load_renderer  # noqa: E402
@@ -58,6 +59,14 @@ def test_every_family_loads_in_transformers_and_renders_in_its_chat_format(tmp_p
     assert torch.isfinite(logits).all()
     assert logits.float().softmax(-1).max() < 0.2  # an unopinionated start
     assert set(renderer.stop_token_ids) <= {*model.generation_config.eos_token_id, renderer.stop_token_ids[-1]}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama3"])
+def test_the_shape_that_recipes_are_checked_with_is_that_of_the_model_made(tmp_path: Path, family) -> None:
+    config = SMALL.model_copy(update={"family": family})
+    make_tiny(config, ENV, tmp_path / "m")
+    made = read_model_shape(tmp_path / "m")
+    assert made == tiny_model_shape(config, vocab_size=made.vocab_size)
 
 
 def test_rendering_is_one_token_a_word_in_the_expected_order(tmp_path: Path) -> None:
