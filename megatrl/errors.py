@@ -62,3 +62,7 @@ class EmptyBatchError(MegatrlError):
 
 class DeadlineError(MegatrlError):
     """A wait ran past its deadline; the message says what was waited for."""
+
+
+class Terminated(BaseException):
+    """SIGTERM: end in order, children first. No error, like KeyboardInterrupt, so that nothing takes it for one."""

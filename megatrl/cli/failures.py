@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
-from megatrl.errors import ConfigError, MegatrlError
+from megatrl.errors import ConfigError, MegatrlError, Terminated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +56,9 @@ def reports_failures(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
+        except Terminated:
+            print("terminated", file=sys.stderr)
+            raise typer.Exit(143) from None
 
     return run
 

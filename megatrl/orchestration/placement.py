@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from ray.util.placement_group import (
 )
 
 from megatrl.config.recipe import Recipe
-from megatrl.errors import DeadlineError
+from megatrl.errors import DeadlineError, Terminated
 from megatrl.observability.progress import waiting
 
 
@@ -73,6 +75,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[Placement]:
     _join_our_log()
     with waiting("Ray"):
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **own)
+    earlier = raise_on_sigterm()
     try:
         group = placement_group(plan.bundles, strategy="PACK")
         if not group.wait(recipe.placement.ready_timeout_s):
@@ -92,6 +95,22 @@ def ray_cluster(recipe: Recipe) -> Iterator[Placement]:
             remove_placement_group(group)
     finally:
         ray.shutdown()
+        if earlier is not None:
+            signal.signal(signal.SIGTERM, earlier)
+
+
+def raise_on_sigterm() -> Any:
+    """Makes SIGTERM raise Terminated in the main thread; returns the earlier handler, None in another thread.
+
+    Ray's own handler raises SystemExit, which an environment may raise as well.
+    """
+
+    def terminate(signum: int, frame: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, terminate)
 
 
 def _join_our_log() -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatrl.cli.main import app
+from megatrl.errors import Terminated
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "mbridge", "wandb", "matplotlib")
@@ -89,14 +90,15 @@ def test_other_failures_exit_with_1_and_name_their_kind(tmp_path):
     assert result.stderr.startswith("error: TrajectoryError: ")
 
 
-def test_ctrl_c_exits_with_130(monkeypatch):
+@pytest.mark.parametrize("stop, code, text", [(KeyboardInterrupt, 130, "interrupted"), (Terminated, 143, "terminated")])
+def test_ctrl_c_and_sigterm_exit_with_the_shells_codes(monkeypatch, stop, code, text):
     def interrupt(*_, **__):
-        raise KeyboardInterrupt
+        raise stop
 
     monkeypatch.setattr("megatrl.config.load.load_recipe", interrupt)
     result = invoke("train", str(ROOT / "recipes/evidence_hunt.yaml"))
-    assert result.exit_code == 130
-    assert result.stderr == "interrupted\n"
+    assert result.exit_code == code
+    assert result.stderr == f"{text}\n"
 
 
 @pytest.mark.parametrize(
