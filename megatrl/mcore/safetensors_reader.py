@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatrl.errors import ModelError
@@ -27,7 +27,10 @@ class SafetensorsReader:
     def _locate(self) -> dict[str, str]:
         index = self._directory / INDEX_FILE
         if index.is_file():
-            return dict(json.loads(index.read_text())["weight_map"])
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"{index} is not readable ({error!r}); fetch the model directory again") from error
         if (self._directory / SINGLE_FILE).is_file():
             return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         raise ModelError(
@@ -39,7 +42,12 @@ class SafetensorsReader:
             path = self._directory / name
             if not path.is_file():
                 raise ModelError(f"{path} is named in {INDEX_FILE} but does not exist; the model directory is torn")
-            self._open[name] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            try:
+                self._open[name] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{path} ({path.stat().st_size} bytes) is not readable: {error}; fetch the model directory again"
+                ) from error
         return self._open[name]
 
     @property
@@ -47,7 +55,12 @@ class SafetensorsReader:
         return frozenset(self._file_of)
 
     def read(self, name: str) -> Tensor:
-        return self._file(self._file_of[name]).get_tensor(name)
+        try:
+            return self._file(self._file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(
+                f"{self._directory / self._file_of[name]} holds no readable {name}: {error}; fetch the directory again"
+            ) from error
 
     def __enter__(self) -> "SafetensorsReader":
         return self
