@@ -41,6 +41,7 @@ class MetricsFile:
 
         Raises:
             ValueError: the step is not above the last one, or a metric is named like a column of ours.
+            OSError: naming this file, where the disk does not take the line.
         """
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"{self._path}: step {step} after step {self.last_step}; steps only grow")
@@ -48,12 +49,18 @@ class MetricsFile:
             raise ValueError(f"metrics may not be named {sorted(reserved)}; these columns are written for each line")
         line = {STEP: step, WALL_TIME: round(time.time(), 3)}
         line |= {name: _json_number(float(value)) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.last_step = step
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # a line that the disk refused before is refused again; `write` has said so
+            logger.warning("closing %s: %s", self._path, error)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -1,5 +1,6 @@
 """The local metrics file is the full truth: nothing lost, steps strictly increasing, whatever killed the run."""
 
+import errno
 import json
 import math
 import os
@@ -41,6 +42,19 @@ def test_values_return_bit_for_bit_in_strict_json(tmp_path_factory: pytest.TempP
         name: value.hex() for name, value in metrics.items() if not math.isnan(value)
     }
     assert row["step"] == 5
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write(1, {"x": 1.0})
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w")  # noqa: SIM115 - closed by the metrics file
+    with pytest.raises(OSError, match=r"No space left on device.*metrics\.jsonl") as caught:
+        metrics.write(2, {"x": 2.0})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    metrics.close()
+    assert [row["step"] for row in read_metrics(path)] == [1]
 
 
 def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
