@@ -1,7 +1,6 @@
 """Hugging Face weights into and out of Megatron models, by our own map (`weight_map.py`).
 
-mbridge 0.15.1 runs too, but keeps silent about tensors it did not use or fill, copies a padded
-vocabulary only with its own model builder, and asks all ranks by pickled object for every tensor.
+Why not a library's: docs/adr/0002-own-weight-mapping.md.
 """
 
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from megatrl.observability.atomic_file import replace_text, unused_path
 logger = logging.getLogger(__name__)
 
 PACKAGES = (
-    "megatrl", "torch", "megatron-core", "mbridge", "sglang", "ray", "transformers", "tokenizers",
+    "megatrl", "torch", "megatron-core", "sglang", "ray", "transformers", "tokenizers",
     "transformer-engine", "flash-attn", "numpy", "pydantic", "wandb",
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cl
     actor.load_policy(start, sft.optimizer, sft.num_steps)
     groups = _record(recipe, meter, start, actor, cluster)
     trajectories = [t for group in groups for t in group.trajectories]
-    _refuse_partial_scores(trajectories, recipe.credit)
+    refuse_partial_scores(trajectories, recipe.credit)
     training, validation = split_by_task(trajectories, validation_fraction=_VALIDATION_FRACTION, seed=recipe.seed)
     labels = collect_labels(
         training,
@@ -113,8 +113,8 @@ def _is_asked_at_the_end(credit: CreditConfig) -> bool:
     return isinstance(credit, DeltaTTGCredit) and credit.terminal == "meter"
 
 
-def _refuse_partial_scores(trajectories: Iterable[Trajectory], credit: CreditConfig) -> None:
-    """The completion bit is the final score only where scores are 0 or 1."""
+def refuse_partial_scores(trajectories: Iterable[Trajectory], credit: CreditConfig) -> None:
+    """Raises ScoringError where `target: outcome` would take a completion bit for a partial score."""
     if not isinstance(credit, DeltaTTGCredit) or credit.target != "outcome":
         return
     partial = sorted({t.reward for t in trajectories if t.reward is not None} - {0.0, 1.0})

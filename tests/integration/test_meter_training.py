@@ -1,116 +1,98 @@
-"""The meter that a recipe makes, with scripted episodes of known outcomes in the place of real ones."""
+"""The meter that a recipe makes: real scripted episodes and files, with a stand-in for the actor's processes."""
 
-import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatrl.checkpoint.tiny_model import make_tiny
 from megatrl.config.credit import DeltaTTGCredit
 from megatrl.config.load import load_recipe
-from megatrl.config.recipe import SFTConfig, TrainedMeter
+from megatrl.config.recipe import Recipe, SFTConfig, TrainedMeter
+from megatrl.data.samples import PackedBatch
 from megatrl.errors import ScoringError
-from megatrl.meter.frozen import load_frozen_meter
-from megatrl.orchestration import meter_training
+from megatrl.meter.frozen import FrozenMeter, load_frozen_meter
 from megatrl.orchestration.artifacts import Artifacts
-from tests.fakes.frozen_models import PrefixRunner, WordCodec, make_group, make_trajectory
+from megatrl.orchestration.meter_training import meter_directory, refuse_partial_scores
+from tests.fakes.frozen_models import PrefixRunner, make_trajectory
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "evidence_hunt.yaml"
-LENGTHS = (2, 3, 1)
-WORDS = ["forecast", '{"completion":', "0,", "1,", '"tokens_to_go":', "null}", *(f"{n}}}" for n in range(10))]
-
-
-def episodes(score: float = 0.0):
-    """Ten tasks; every other one is solved, the others score `score`."""
-    return [
-        make_group(
-            make_trajectory(
-                [((7,), (5,) * n) for n in LENGTHS], prompt_id=f"p{i}", reward=1.0 if i % 2 else score, trailing=(8,)
-            )
-        )
-        for i in range(10)
-    ]
 
 
 class Actor:
-    """Remembers what was asked of it; its reference finds every token equally likely."""
+    """Counts the optimizer steps it is asked for; its frozen copy finds every token equally likely."""
+
+    num_data_ranks = 1
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.loaded: list[Path] = []
+        self.num_steps = 0
 
-    def load_policy(self, start: Path, *_: object) -> None:
-        self.calls.append(f"load {start.name}")
+    def load_policy(self, model_path: Path, *_: object) -> None:
+        self.loaded.append(model_path)
 
-    def save_hf(self, out: Path, start: Path) -> None:
-        out.mkdir()
-        (out / "config.json").write_text("{}")
-        (out / "model.safetensors").write_bytes(b"weights")
+    def supervise(self, batch: PackedBatch, step: int) -> SimpleNamespace:
+        self.num_steps += 1
+        return SimpleNamespace(metrics={"loss": 1.0})
+
+    def save_hf(self, directory: Path, source: Path) -> None:
+        shutil.copytree(source, directory)
 
     def freeze_reference(self) -> str:
-        self.calls.append("freeze")
         return "hash"
 
     def query_runner(self, role: str) -> PrefixRunner:
+        assert role == "reference"
         return PrefixRunner(lambda prefix, target: -1.0)
 
 
 class Cluster:
     def __init__(self) -> None:
-        self.trained_on: list[int] = []
-        self.the_actor = Actor()
+        self.only = Actor()
 
-    def actor(self, recipe: object) -> Actor:
-        return self.the_actor
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Makes the meter of evidence_hunt under `credit` and `meter`; returns its directory and the cluster."""
-
-    def run(credit: DeltaTTGCredit, meter: TrainedMeter, *, score: float = 0.0):
-        cluster = Cluster()
-        monkeypatch.setattr(meter_training, "load_renderer", lambda *_: WordCodec(WORDS))
-        monkeypatch.setattr(meter_training, "scripted_groups", lambda *_, **__: episodes(score))
-        monkeypatch.setattr(
-            meter_training, "supervise", lambda actor, samples, *_, **__: cluster.trained_on.append(len(samples))
-        )
-        recipe = load_recipe(RECIPE).recipe.model_copy(update={"credit": credit, "meter": meter})
-        path = meter_training.meter_directory(recipe, tmp_path / "start", Artifacts(tmp_path), cluster)  # type: ignore[arg-type]
-        assert path is not None
-        return path, cluster
-
-    return run
+    def actor(self, recipe: Recipe) -> Actor:
+        return self.only
 
 
-def meter(**options) -> TrainedMeter:
-    return TrainedMeter(num_policy_episodes=0, num_scripted_episodes=10, detours=(0.3,), **options)
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = load_recipe(RECIPE).recipe
+    path = tmp_path_factory.mktemp("start") / "policy"
+    make_tiny(recipe.model, recipe.env, path)  # type: ignore[arg-type]
+    return path
 
 
-def test_a_trained_meter_learns_its_labels_and_knows_its_failure_cost(make):
-    path, cluster = make(DeltaTTGCredit(), meter(sft=SFTConfig(num_steps=1)))
-    assert cluster.the_actor.calls == ["load start", "freeze"]
-    (num_samples,) = cluster.trained_on
-    assert num_samples > 0
-    assert num_samples % 2 == 0  # as many successes as failures
-    frozen = load_frozen_meter(path)
-    assert 1.25 * 4 < frozen.failure_cost <= 1.25 * sum(LENGTHS)
-    assert json.loads((path / "meter.json").read_text())["evaluation"]["valid_rate"] == 1.0
+def make(start: Path, home: Path, *, credit: DeltaTTGCredit, sft: SFTConfig | None) -> tuple[FrozenMeter, Actor]:
+    meter = TrainedMeter(num_policy_episodes=0, num_scripted_episodes=40, detours=(0.05, 0.6), sft=sft)
+    recipe = load_recipe(RECIPE).recipe.model_copy(update={"credit": credit, "meter": meter})
+    cluster = Cluster()
+    path = meter_directory(recipe, start, Artifacts(home), cluster)  # type: ignore[arg-type]
+    assert path is not None
+    return load_frozen_meter(path), cluster.only
 
 
-def test_without_sft_the_start_policy_itself_is_the_meter(make):
-    path, cluster = make(DeltaTTGCredit(), meter(sft=None))
-    assert cluster.trained_on == []
-    assert cluster.the_actor.calls == ["load start", "freeze"]
-    assert load_frozen_meter(path).prompt.grid
+def test_without_sft_the_start_policy_itself_is_the_meter(start: Path, tmp_path: Path) -> None:
+    trained, actor = make(start, tmp_path, credit=DeltaTTGCredit(), sft=SFTConfig(num_steps=2, sequences_per_step=4))
+    assert (actor.loaded, actor.num_steps) == ([start], 2)
+    prompted, actor = make(start, tmp_path, credit=DeltaTTGCredit(), sft=None)
+    assert (actor.loaded, actor.num_steps) == ([start], 0)
+    # Same question, same answers, same C: the two differ in weights alone.
+    assert prompted.prompt == trained.prompt
+    assert prompted.failure_cost == trained.failure_cost > max(trained.prompt.grid)
+    assert prompted.evaluation["valid_rate"] == 1.0
 
 
-def test_the_end_of_the_transcript_is_learnt_only_where_the_credit_reads_it(make):
-    without, one = make(DeltaTTGCredit(), meter())
-    with_end, other = make(DeltaTTGCredit(terminal="meter"), meter())
-    assert without != with_end
-    assert other.trained_on[0] * len(LENGTHS) == one.trained_on[0] * (len(LENGTHS) + 1)
+def test_the_end_of_the_transcript_is_learnt_only_where_the_credit_reads_it(start: Path, tmp_path: Path) -> None:
+    without, _ = make(start, tmp_path, credit=DeltaTTGCredit(), sft=None)
+    with_end, _ = make(start, tmp_path, credit=DeltaTTGCredit(terminal="meter"), sft=None)
+    assert 0.0 not in without.prompt.grid
+    assert 0.0 in with_end.prompt.grid  # nothing is left to generate after the last action
 
 
-def test_an_expected_score_is_no_completion_bit_where_scores_are_partial(make):
-    make(DeltaTTGCredit(target="outcome"), meter())
+def test_an_expected_score_is_no_completion_bit_where_scores_are_partial() -> None:
+    episodes = [make_trajectory([((1,), (2,))], reward=reward) for reward in (1.0, 0.4, None)]
+    refuse_partial_scores(episodes, DeltaTTGCredit())
+    refuse_partial_scores(episodes[:1], DeltaTTGCredit(target="outcome"))
     with pytest.raises(ScoringError, match=r"such as 0\.4"):
-        make(DeltaTTGCredit(target="outcome"), meter(max_prefixes_per_trajectory=2), score=0.4)
+        refuse_partial_scores(episodes, DeltaTTGCredit(target="outcome"))

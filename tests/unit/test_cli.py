@@ -15,7 +15,7 @@ from megatrl.cli.main import app
 from megatrl.errors import Terminated
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "mbridge", "wandb", "matplotlib")
+HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "wandb", "matplotlib")
 # Half a second is the aim; a slow or busy machine gets three times that.
 MAX_CPU_SECONDS = 1.5
 
