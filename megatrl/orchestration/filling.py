@@ -69,10 +69,9 @@ class LiveRollout:
 def empty_message(batch: FilledBatch) -> str:
     """What to tell a person when nothing survived selection."""
     groups = [dropped.group for dropped in batch.dropped]
-    rewards = [[t.reward for t in g.trajectories] for g in groups]
-    all_right = sum(all(r is not None and r > 0 for r in group) for group in rewards)
-    failed = sum(any(r is None for r in group) for group in rewards)
-    all_wrong = sum(all(r is not None and r <= 0 for r in group) for group in rewards)
+    outcomes = [{t.success for t in group.trajectories} for group in groups]
+    all_right, all_wrong = outcomes.count({True}), outcomes.count({False})
+    failed = sum(None in outcome for outcome in outcomes)
     reasons = {reason: sum(d.reason == reason for d in batch.dropped) for reason in {d.reason for d in batch.dropped}}
     return (
         f"no group survived selection after {batch.rounds} rounds: {len(groups)} groups, {all_right} all-right, "
