@@ -7,10 +7,12 @@ is no <think> among the words: a tiny policy acts at once.
 The same arguments give the same bytes.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,26 @@ def make_tiny(config: TinyModel, env: EnvConfig, out: Path) -> None:
         tokenizer = make_tokenizer(config, env)
         _write_tokenizer(tokenizer, config, building)
         model = _make_model(config, tokenizer)
-        model.save_pretrained(building)
+        with _no_progress_bars():
+            model.save_pretrained(building)
         building.chmod(0o755)
         fsync_tree(building)
         os.replace(building, out)
         fsync_directory(out.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A bar for a write of milliseconds would be all that stays on the screen of a command that trains."""
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def make_tokenizer(config: TinyModel, env: EnvConfig) -> Tokenizer:

@@ -1,5 +1,6 @@
 """The `megatrl` command. Heavy libraries load inside the commands that train; the others answer at once."""
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -63,8 +64,15 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     show_warnings(loaded.warnings)
-    run_dir = _orchestration().train(loaded, resume=resume, run_id=run_id)
+    try:
+        run_dir = _orchestration().train(loaded, resume=resume, run_id=run_id)
+    except KeyboardInterrupt:
+        print("the same command with --resume goes on from the run's newest checkpoint", file=sys.stderr)
+        raise
     print(run_dir)
+    if sys.stderr.isatty():
+        steps = loaded.recipe.train.num_steps
+        print(f"read what was said: megatrl show {run_dir} --step {steps}", file=sys.stderr)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,14 @@ class ProgressDisplay:
         console = console or Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
+            fixed = Column(no_wrap=True)
             self._bar = Progress(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
+                BarColumn(bar_width=12, table_column=fixed),
+                MofNCompleteColumn(table_column=fixed),
+                TimeElapsedColumn(table_column=fixed),
+                TextColumn("{task.fields[numbers]}", table_column=Column()),  # goes over several lines where narrow
                 console=console,
                 transient=False,
             )

@@ -58,7 +58,9 @@ def step_table(records: Sequence[GroupRecord], *, title: str = "") -> Table:
     table.add_column("tokens", justify="right")
     table.add_column("advantages", justify="right", no_wrap=True)
     table.add_column("ended")
-    table.add_column("dropped", overflow="fold")
+    has_dropped = any(record.dropped for record in records)
+    if has_dropped:
+        table.add_column("dropped", overflow="fold")
     for record in records:
         group = record.group
         values = [value for note in record.notes for turn in note.advantages or () for value in turn]
@@ -70,7 +72,7 @@ def step_table(records: Sequence[GroupRecord], *, title: str = "") -> Table:
             _number(_mean([trajectory.num_action_tokens for trajectory in group.trajectories]), digits=0),
             f"{min(values):+.2f} {max(values):+.2f}" if values else "-",
             Text(", ".join(name if len(endings) == 1 else f"{count} {name}" for name, count in endings.most_common())),
-            Text(record.dropped, style="magenta"),
+            *([Text(record.dropped, style="magenta")] if has_dropped else []),
         )
     return table
 

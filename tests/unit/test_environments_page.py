@@ -80,11 +80,12 @@ def test_a_bad_action_is_answered_and_costs_a_turn(page: SimpleNamespace) -> Non
     assert asyncio.run(env.step(Action(text=""))).reward == 0.0
 
 
-def test_the_splits_share_no_secret_and_a_position_always_means_the_same_task(page: SimpleNamespace) -> None:
+def test_the_splits_share_no_task_and_a_position_always_means_the_same_task(page: SimpleNamespace) -> None:
     config = page.GuessNumberConfig()
-    secrets = {}
+    tasks = {}
     for split in ("train", "eval"):
         source = page.GuessNumberPrompts(config, seed=1, split=split)
         assert [source.prompt(i) for i in range(50)] == [source.prompt(i) for i in range(50)]
-        secrets[split] = {source.prompt(i).task["secret"] for i in range(50)}
-    assert secrets["train"].isdisjoint(secrets["eval"])
+        tasks[split] = {tuple(source.prompt(i).task.values()) for i in range(500)}
+        assert {secret for _, secret, _ in tasks[split]} == set(range(2, config.largest)), "no answer is new to a split"
+    assert tasks["train"].isdisjoint(tasks["eval"])

@@ -144,3 +144,9 @@ def test_generation_config_stops_at_the_end_of_turn(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "m" / "generation_config.json").read_text())
     renderer = load_renderer(str(tmp_path / "m"), "chatml", "react")
     assert settings["eos_token_id"] == list(renderer.stop_token_ids)
+
+
+def test_making_a_model_writes_nothing_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_tiny(SMALL, ENV, tmp_path / "quiet")
+    assert capfd.readouterr() == ("", "")
+    assert transformers.utils.logging.is_progress_bar_enabled()

@@ -35,6 +35,20 @@ def test_on_a_terminal_the_bar_shows_step_and_numbers() -> None:
     assert "success=0.25" in screen.getvalue()
 
 
+def test_a_narrow_terminal_cuts_no_number_off() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80)
+    display = ProgressDisplay(400, title="20260101-120000", console=console)
+    numbers = {"reward": 0.09375, "success": 0.09375, "eval_success": 0.125, "tokens_per_s": 400.1, "step_s": 8.152}
+    display.update(123, numbers)
+    display.close()
+    assert "123/400" in screen.getvalue()
+    for name, value in numbers.items():
+        assert f"{name}={value}" in screen.getvalue()
+    assert "left=" in screen.getvalue()
+    assert "…" not in screen.getvalue()
+
+
 def test_time_left_follows_the_pace_of_the_recent_steps() -> None:
     display = ProgressDisplay(1000, console=Console(file=io.StringIO()))
     assert display.seconds_left() is None
