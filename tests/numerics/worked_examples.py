@@ -1,10 +1,11 @@
-"""The worked examples of each module of megatrl.algorithms."""
+"""The worked examples of each module: of megatrl.algorithms, or of the package that the name begins with."""
 
 from collections.abc import Callable
 from types import ModuleType
 
 from tests.numerics import credit_examples as credit
 from tests.numerics import loss_examples as losses
+from tests.numerics import scorer_examples as scorers
 
 EXAMPLES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "group_statistics": (
@@ -53,4 +54,12 @@ EXAMPLES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
         losses.shards_add_up,
         losses.supervised_nan_is_inert,
     ),
+    "meter.labels": (scorers.labels_of_a_success_and_a_failure,),
+    "scoring.branches": (scorers.every_answer_token_is_scored_at_every_state,),
+    "scoring.independent": (scorers.tokens_of_independent_scoring,),
+    "scoring.weight_swap": (scorers.the_reference_scores_with_its_own_weights,),
 }
+
+
+def full_name(module: str) -> str:
+    return f"megatrl.{module}" if "." in module else f"megatrl.algorithms.{module}"

@@ -1,5 +1,6 @@
 """The recipes that ship: they load, and no key in them can be misspelt without notice."""
 
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,26 @@ def test_a_recipe_loads(path):
     loaded = load(path)
     named = loaded.comparison if isinstance(loaded, LoadedComparison) else loaded.recipe
     assert named.name == path.stem
+
+
+# config.json of Qwen3-30B-A3B-Thinking-2507, as published
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000, "rope_scaling": None, "max_position_embeddings": 262144, "hidden_act": "silu",
+    "attention_bias": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("qwen3-30b-a3b-*.yaml")), ids=lambda path: path.stem)
+def test_layout_and_limits_of_the_large_recipes_fit_the_model_they_name(path, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    loaded = load_recipe(path, [f"model.path={tmp_path}"])  # with the model's files, every rule applies
+    assert loaded.warnings == ()
+    with pytest.raises(ConfigError, match="num_kv_heads=4"):
+        load_recipe(path, [f"model.path={tmp_path}", "actor.layout.tensor=8"])
 
 
 def keys(text: str):
