@@ -7,6 +7,7 @@ modules named after their papers. Pure driver code over whole prompt groups, bef
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from megatrl.config.credit import (
     GiGPOCredit,
     GroupStatisticsConfig,
     HGPOCredit,
+    NoCredit,
     RewardConfig,
     TraceCredit,
 )
@@ -81,8 +83,10 @@ def estimate_advantages(
             _gigpo(group, advantages, credit, draft)
         elif isinstance(credit, HGPOCredit):
             _hgpo(group, advantages, credit, draft)
-        else:
+        elif isinstance(credit, NoCredit):
             _broadcast(group, advantages, draft)
+        else:
+            assert_never(credit)
     if isinstance(credit, DeltaTTGCredit):
         _refuse_unparseable(draft.counts, credit)
     per_turn = {

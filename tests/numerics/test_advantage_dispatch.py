@@ -18,6 +18,7 @@ from megatrl.config.credit import (
     RewardConfig,
     TraceCredit,
 )
+from megatrl.config.section import Section
 from megatrl.data.scores import AnswerScore, Forecast, MeterScore, Scores
 from megatrl.data.trajectories import (
     Prompt,
@@ -357,3 +358,11 @@ def test_no_groups_give_no_advantages():
     result = estimate([], NoCredit())
     assert result.per_turn == {}
     assert result.metrics["credit/advantage_abs_mean"] == 0
+
+
+def test_a_credit_section_without_a_rule_is_refused_and_not_taken_for_grpo():
+    class NewCredit(Section):
+        kind: str = "new"
+
+    with pytest.raises(AssertionError, match="new"):
+        estimate([group(trajectory(0, 1.0, [2]), trajectory(1, 0.0, [2]))], NewCredit())
