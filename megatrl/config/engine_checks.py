@@ -114,8 +114,7 @@ def check_precision(recipe: Recipe) -> Iterator[Problem]:
 OWNED_SGLANG_ARGUMENTS: Mapping[str, str] = {
     "model_path": "model.path",
     "model": "model.path",
-    "host": "the launcher",
-    "port": "the launcher",
+    "tokenizer_path": "model.path",
     "tp_size": "rollout.servers.tensor",
     "tensor_parallel_size": "rollout.servers.tensor",
     "device": "rollout.servers.device",
@@ -124,9 +123,11 @@ OWNED_SGLANG_ARGUMENTS: Mapping[str, str] = {
     "max_total_tokens": "rollout.servers.max_total_tokens",
     "mem_fraction_static": "rollout.servers.mem_fraction_static",
     "weight_version": "the publisher",
-    "skip_tokenizer_init": "the launcher",
     "random_seed": "seed",
+    **dict.fromkeys(("host", "port", "nccl_port", "dp_size", "nnodes", "node_rank", "use_ray"), "the launcher"),
+    **dict.fromkeys(("skip_tokenizer_init", "skip_server_warmup"), "the launcher"),
 }
+"""SGLang arguments that megatrl sets from its own configuration, and what sets them."""
 
 
 def check_sglang_arguments(recipe: Recipe) -> Iterator[Problem]:

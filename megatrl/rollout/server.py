@@ -15,20 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatrl.config.engine_checks import OWNED_SGLANG_ARGUMENTS
 from megatrl.config.engines import ServerConfig
 from megatrl.errors import ConfigError, DeadlineError, RolloutError
 from megatrl.rollout.control import ServerControl
 
 logger = logging.getLogger(__name__)
-
-OWNED_ARGUMENTS = frozenset(
-    (
-        *("model_path", "tokenizer_path", "device", "dtype", "tp_size", "dp_size", "nnodes", "node_rank", "use_ray"),
-        *("host", "port", "nccl_port", "mem_fraction_static", "max_total_tokens", "context_length"),
-        *("skip_server_warmup", "weight_version", "random_seed"),
-    )
-)
-"""SGLang arguments that megatrl sets from its own configuration."""
 
 _LAUNCH = Path(__file__).parent / "sglang_cpu" / "launch.py"
 _GUARDIAN = Path(__file__).parent / "guardian.py"
@@ -218,8 +210,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
 
 def check_arguments(config: ServerConfig) -> None:
     """Raise ConfigError for pass-through arguments that we own or that the installed SGLang lacks."""
-    owned = sorted(OWNED_ARGUMENTS & config.sglang.keys())
-    problems = [f"rollout.servers.sglang.{name} is set by megatrl; use the option of rollout.servers" for name in owned]
+    owned = sorted(OWNED_SGLANG_ARGUMENTS.keys() & config.sglang.keys())
+    problems = [f"rollout.servers.sglang.{name} is set by {OWNED_SGLANG_ARGUMENTS[name]}" for name in owned]
     known = sglang_argument_names(config.python)
     if known:
         unknown = sorted(config.sglang.keys() - known)

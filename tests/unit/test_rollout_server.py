@@ -203,7 +203,7 @@ def test_environment_is_offline_and_single_threaded_on_a_cpu(tmp_path: Path) -> 
 def test_arguments_we_own_and_arguments_sglang_lacks_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
         check_arguments(ServerConfig(sglang={"port": 1, "chunked_prefil_size": 2, "log_level": "info"}))
-    assert "rollout.servers.sglang.port is set by megatrl" in caught.value.message
+    assert "rollout.servers.sglang.port is set by the launcher" in caught.value.message
     assert "log_level" not in caught.value.message
     if sglang_argument_names():
         assert "chunked_prefil_size is not an argument of the installed SGLang" in caught.value.message
