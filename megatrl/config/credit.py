@@ -168,7 +168,8 @@ class LossConfig(Section):
     policy: Annotated[ClippedLoss | SequenceLoss, Field(discriminator="kind")] = ClippedLoss()
     reduction: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     constant_length: int | None = Field(default=None, gt=0)
-    """Divisor of `reduction: constant` (Dr.GRPO), in tokens for each sequence."""
+    """Divisor of `reduction: constant` (Dr.GRPO), in tokens. It alone divides the sum over a minibatch's action tokens:
+    the number of sequences does not."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: float = Field(default=0.0, ge=0)
