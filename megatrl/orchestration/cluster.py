@@ -15,6 +15,7 @@ from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.placement import Placement, node_address, ray_cluster
 from megatrl.orchestration.rank_worker import RankWorker
+from megatrl.orchestration.reaper import no_process_outlives_this_one
 from megatrl.orchestration.servers import ServerGroup
 from megatrl.orchestration.worker_group import WorkerGroup
 
@@ -47,7 +48,7 @@ def cluster(recipe: Recipe, model_path: Path, log_dir: Path, *, serve: bool = Tr
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    with ray_cluster(recipe) as placement:
+    with no_process_outlives_this_one(), ray_cluster(recipe) as placement:
         servers = ServerGroup.start(recipe, model_path, placement, log_dir) if serve else ServerGroup.none()
         workers = _start_workers(recipe, model_path, placement, log_dir)
         try:

@@ -18,7 +18,26 @@ logger = logging.getLogger(__name__)
 _LOCK = "driver.lock"
 _RESULTS = ("metrics.jsonl", "*/metrics.jsonl", "checkpoints/step-*")
 _MAX_DIFFERENCES = 8
-_NOT_PART_OF_A_RUN = {"observe", "checkpoint", "evaluation", "placement", "publish", "train"}
+_NOT_PART_OF_A_RUN: dict[str, Any] = {
+    **dict.fromkeys(("observe", "checkpoint", "evaluation", "placement", "publish", "train"), True),
+    "actor": {"timeout_s": True},
+    "rollout": {
+        **dict.fromkeys(("episode_timeout_s", "tool_timeout_s", "max_attempts", "max_failure_fraction"), True),
+        "max_concurrent_episodes": True,
+        "servers": dict.fromkeys(
+            (
+                "num_servers",
+                "python",
+                "start_timeout_s",
+                "request_timeout_s",
+                "max_total_tokens",
+                "mem_fraction_static",
+            ),
+            True,
+        ),
+    },
+}
+"""Where a run writes, how long it goes on, and the limits that one raises to continue after a failure."""
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
