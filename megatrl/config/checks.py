@@ -133,7 +133,7 @@ def check_loss_options(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             paths=("loss.constant_length", "loss.reduction"),
             message="loss.reduction: constant divides by it, and it is not given",
-            remedy="set loss.constant_length, in tokens: the sum over a minibatch's action tokens is divided by it alone",
+            remedy="set loss.constant_length, in tokens: it alone divides the sum over a minibatch's action tokens",
         )
     if loss.reduction != "constant" and loss.constant_length is not None:
         yield Problem(
