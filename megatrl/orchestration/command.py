@@ -68,15 +68,16 @@ def replay(run_dir: Path, *, from_step: int = 0, num_steps: int | None = None, o
     )
     out = out or run_dir / "replays" / _new_id()
     artifacts = Artifacts(Path(recipe.observe.runs_dir) / "artifacts")
-    model = model_directory(recipe, artifacts)
-    with cluster(recipe, model, out / "logs", serve=False) as group:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_logging(out / "logs"))
+        model = model_directory(recipe, artifacts)
+        group = stack.enter_context(cluster(recipe, model, out / "logs", serve=False))
         start = start_directory(recipe, model, artifacts, group)
         meter = meter_directory(recipe, start, artifacts, group)
-        with open_replay(
-            recipe, group, recorded=run_dir, from_step=from_step, out=out, start=start, meter=meter
-        ) as run:
-            progress = run_loop(run)
-            _write_result(out, progress.step, run.actor.parameter_hash())
+        opened = open_replay(recipe, group, recorded=run_dir, from_step=from_step, out=out, start=start, meter=meter)
+        run = stack.enter_context(opened)
+        progress = run_loop(run)
+        _write_result(out, progress.step, run.actor.parameter_hash())
     return out
 
 
@@ -104,10 +105,15 @@ def _prepared(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Cluster, Path]]:
     """A cluster that is up, and the start policy; the servers load while the start is trained."""
     artifacts = Artifacts(Path(recipe.observe.runs_dir) / "artifacts")
     logs = run_dir / "logs"
-    with logging_to(logs / "driver.log", to_stderr=not sys.stderr.isatty()):
+    with _logging(logs):
         model = model_directory(recipe, artifacts)
         with cluster(recipe, model, logs) as group:
             yield group, start_directory(recipe, model, artifacts, group)
+
+
+def _logging(logs: Path) -> contextlib.AbstractContextManager[object]:
+    """The driver's log in a file, and on the screen where no bar is shown."""
+    return logging_to(logs / "driver.log", to_stderr=not sys.stderr.isatty())
 
 
 def _train_arm(recipe: Recipe, group: Cluster, start: Path, run_dir: Path, *, resume: bool) -> None:
