@@ -1,14 +1,11 @@
 """Which groups a step trains on, and why the others are dropped."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatrl.config.credit import SelectionConfig
 from megatrl.data.trajectories import PromptGroup
-
-EQUAL_REWARDS = 1e-6
-"""Rewards that differ by no more carry no signal; group statistics call them equal too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +25,12 @@ class Selection:
         return dict(Counter(dropped.reason for dropped in self.dropped))
 
 
-def select_groups(groups: Sequence[PromptGroup], config: SelectionConfig) -> Selection:
+def select_groups(
+    groups: Sequence[PromptGroup], config: SelectionConfig, *, has_equal_rewards: Callable[[Sequence[float]], bool]
+) -> Selection:
     """Returns the groups to train on, in order, and the dropped ones with their reason.
+
+    `has_equal_rewards` is the rule of the group statistics, so that exactly the groups without advantages drop.
 
     A group stays whole: members without a known outcome stay in it and get no weight later.
     """
@@ -39,7 +40,7 @@ def select_groups(groups: Sequence[PromptGroup], config: SelectionConfig) -> Sel
         rewards = [t.reward for t in group.trajectories if t.reward is not None and t.is_trainable]
         if len(rewards) < config.min_group_size:
             dropped.append(DroppedGroup(group=group, reason="too_few_trainable"))
-        elif config.drop_equal_rewards and max(rewards) - min(rewards) <= EQUAL_REWARDS:
+        elif config.drop_equal_rewards and has_equal_rewards(rewards):
             dropped.append(DroppedGroup(group=group, reason="equal_rewards"))
         else:
             kept.append(group)

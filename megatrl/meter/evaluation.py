@@ -70,20 +70,6 @@ def pearson(first: Sequence[float] | FloatArray, second: Sequence[float] | Float
     return float((one * other).sum()) / scale if scale > 0 else None
 
 
-def progress_length_correlation(
-    signals: Sequence[Sequence[float]], num_action_tokens: Sequence[Sequence[int]]
-) -> float | None:
-    """Correlation of the step signal Delta_k with the action's own length n_k, pooled over trajectories.
-
-    On a perfectly predicted success Delta_k = n_k: near 1 means that credit follows length, not progress.
-    """
-    flat_signals = [value for trajectory in signals for value in trajectory]
-    flat_lengths = [float(value) for trajectory in num_action_tokens for value in trajectory]
-    if len(flat_signals) != len(flat_lengths):
-        raise ValueError(f"{len(flat_signals)} step signals for {len(flat_lengths)} actions; give one for each")
-    return pearson(flat_signals, flat_lengths)
-
-
 def average_ranks(values: Sequence[float] | FloatArray) -> FloatArray:
     """Ranks from 1; equal values share the mean of their ranks."""
     array = np.asarray(values, dtype=np.float64)

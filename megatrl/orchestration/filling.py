@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatrl.algorithms.dapo import has_equal_rewards
 from megatrl.algorithms.rewards import combine_rewards
 from megatrl.batching.selection import DroppedGroup, select_groups
 from megatrl.config.credit import RewardConfig, SelectionConfig
@@ -56,7 +57,9 @@ class LiveRollout:
             first = prompts.position
             taken = prompts.take(self._batch.num_groups - len(kept))
             played = self._collector.collect(taken, first_position=first, policy_version=policy_version)
-            selection = select_groups(combine_rewards(played, self._reward), self._selection)
+            selection = select_groups(
+                combine_rewards(played, self._reward), self._selection, has_equal_rewards=has_equal_rewards
+            )
             kept += selection.kept
             dropped += selection.dropped
             rounds += 1

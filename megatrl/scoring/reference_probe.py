@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatrl.algorithms.trace import best_alias_logprobs, mean_answer_logprob
 from megatrl.data.samples import FloatArray
 from megatrl.data.scores import AnswerScore
 from megatrl.data.states import segment_tokens, trajectory_states
@@ -94,7 +95,7 @@ class ReferenceProbe:
         values = self._score_states(scorable)
         for item, per_gold in zip(scorable, values, strict=True):
             # Max over aliases at each state on its own: the value stays a function of the state.
-            logprobs = tuple(max(values) for values in zip(*per_gold, strict=True))
+            logprobs = tuple(best_alias_logprobs(per_gold).tolist())
             for state, logprob in enumerate(logprobs):
                 if not math.isfinite(logprob) or logprob > 1e-6:
                     raise ScoringError(
@@ -183,7 +184,7 @@ class ReferenceProbe:
             return place
         query, boundary, branch = place
         logprobs = answer_logprobs(self._wrapper, results[query][boundary][branch])
-        return math.fsum(logprobs) / len(logprobs)
+        return mean_answer_logprob(logprobs)
 
     def _remember_first_states(
         self, scorable: Sequence[_Scorable], values: Sequence[Sequence[Sequence[float]]]

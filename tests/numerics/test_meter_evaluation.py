@@ -9,7 +9,6 @@ from megatrl.meter.evaluation import (
     average_ranks,
     evaluate_forecasts,
     pearson,
-    progress_length_correlation,
     spearman,
 )
 from megatrl.meter.labels import MeterLabel, trajectory_labels
@@ -83,11 +82,3 @@ def test_spearman_sees_order_and_not_scale():
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
     assert spearman([1, 1, 1], [1, 2, 3]) is None
     assert pearson([1.0], [2.0]) is None
-
-
-def test_on_perfect_predictions_progress_is_length():
-    lengths = [[120, 80, 200, 50]]
-    assert progress_length_correlation(lengths, lengths) == pytest.approx(1.0)
-    assert progress_length_correlation([[1, 2, 3]], [[3, 2, 1]]) == pytest.approx(-1.0)
-    with pytest.raises(ValueError, match="give one for each"):
-        progress_length_correlation([[1]], [[1, 2]])

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrl.algorithms.dapo import has_equal_rewards
 from megatrl.batching.flatten import flatten_groups
 from megatrl.batching.packing import attach_old_logprobs, balanced_bins, mismatch, pack
 from megatrl.batching.selection import select_groups
@@ -53,10 +54,10 @@ def sample(index, length, num_actions, advantage=1.0, segment=0):
 
 
 def test_selection_names_the_reason_of_every_dropped_group():
-    groups = [group(1.0, 0.0), group(1.0, 1.0), group(1.0, None), group(None, None)]
-    selection = select_groups(groups, SelectionConfig(drop_equal_rewards=True))
+    groups = [group(1.0, 0.0), group(1.0, 1.0), group(1.0, None), group(None, None), group(1e6, 1e6 + 0.1)]
+    selection = select_groups(groups, SelectionConfig(drop_equal_rewards=True), has_equal_rewards=has_equal_rewards)
     assert selection.kept == (groups[0],)
-    assert selection.reasons == {"equal_rewards": 1, "too_few_trainable": 2}
+    assert selection.reasons == {"equal_rewards": 2, "too_few_trainable": 2}
 
 
 def test_a_segment_becomes_one_sample_and_unknown_outcomes_become_none():
