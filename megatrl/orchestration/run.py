@@ -94,7 +94,7 @@ class Run:
         """What the parts of one step report, under their own prefixes."""
         return {
             **{f"actor/{name}": value for name, value in update.metrics.items()},
-            **{f"credit/{name}": value for name, value in estimate.metrics.items()},
+            **estimate.metrics,
             **self.scorers.metrics,
             **self.weight_sync.metrics,
             "mismatch/mean": self.mismatch.mean,
