@@ -66,9 +66,11 @@ class CheckpointStore:
             yield staging
             self._commit(step, staging)
         except BaseException as error:
+            is_full = self._was_space_short(error, staging)
             shutil.rmtree(staging, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CheckpointError(self._no_space(step)) from error
+            if is_full:
+                reason = f" ({error.message})" if isinstance(error, CheckpointError) else ""
+                raise CheckpointError(self._no_space(step) + reason) from error
             raise
         self._apply_retention(step)
 
@@ -186,6 +188,16 @@ class CheckpointStore:
             if entry.name.startswith((_WRITING, _DELETING)):
                 logger.warning("removing what an interrupted writer left path=%s", entry)
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def _was_space_short(self, error: BaseException, staging: Path) -> bool:
+        """Whether a full disk explains the error. Writers of shards report theirs without an errno, so there the
+        space that is left is compared with what the previous checkpoint would still need."""
+        if isinstance(error, OSError):
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not isinstance(error, CheckpointError) or not staging.exists() or not self.steps():
+            return False
+        previous = _tree_bytes(self.directory / _directory_name(self.steps()[-1]))
+        return shutil.disk_usage(self.directory).free < previous - _tree_bytes(staging)
 
     def _no_space(self, step: int) -> str:
         free = shutil.disk_usage(self.directory if self.directory.exists() else self.directory.parent).free

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -201,6 +202,19 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_how_much_is_free(
     assert found.step == 1
     save(store, 2)
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("free, is_told", [(0, True), (10**12, False)])
+def test_a_writer_that_hides_the_full_disk_is_seen_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_told: bool
+) -> None:
+    store = make(tmp_path)
+    save(store, 1)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(CheckpointError, match="rank 1 did not write") as caught, store.writing(2):
+        raise CheckpointError("rank 1 did not write the actor's state")
+    assert ("no space for the checkpoint of step 2" in caught.value.message) is is_told
+    assert store.steps() == (1,)
 
 
 WRITER = textwrap.dedent(
