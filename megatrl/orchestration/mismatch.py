@@ -16,16 +16,17 @@ class MismatchMonitor:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._is_first = True
-        self.mean = 0.0
-        self.maximum = 0.0
+        self.metrics: dict[str, float] = {}
+        """Of the last step; empty where no token was computed: no agreement was measured then."""
 
     def check(self, progress: Progress, batch: PackedBatch, old_logprobs: dict[int, FloatArray]) -> None:
         """Raises WeightSyncError where the first batch of this process disagrees by more than the limit."""
-        self.mean, self.maximum = mismatch(batch, old_logprobs)
-        if self._is_first and self.mean > self._limit:
+        mean, maximum = mismatch(batch, old_logprobs)
+        self.metrics = {"mismatch/mean": mean, "mismatch/max": maximum} if old_logprobs else {}
+        if self._is_first and mean > self._limit:
             raise WeightSyncError(
-                f"step {progress.step + 1}: actor and rollout server disagree by {self.mean:.4f} nats for each token "
-                f"(largest {self.maximum:.4f}); train.max_mismatch is {self._limit}. Before the first update "
+                f"step {progress.step + 1}: actor and rollout server disagree by {mean:.4f} nats for each token "
+                f"(largest {maximum:.4f}); train.max_mismatch is {self._limit}. Before the first update "
                 "this means other weights (name map, pipeline order), another temperature, or another precision of the "
                 "router"
             )
