@@ -26,6 +26,11 @@ class FilledBatch:
     def groups(self) -> tuple[PromptGroup, ...]:
         return (*self.kept, *(dropped.group for dropped in self.dropped))
 
+    def check(self) -> None:
+        """Raises EmptyBatchError, with the count of every reason, where no group at all survived."""
+        if not self.kept:
+            raise EmptyBatchError(empty_message(self))
+
 
 class GroupCollector(Protocol):
     """Plays groups of episodes for prompts whose first position in the stream is given."""
@@ -47,7 +52,7 @@ class LiveRollout:
     def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch:
         """Returns up to `batch.num_groups` kept groups after at most `selection.max_rounds` rounds.
 
-        Raises EmptyBatchError, with the count of every reason, where no group at all survived.
+        There may be none: the caller stores what was played and then calls `check`.
         """
         kept: list[PromptGroup] = []
         dropped: list[DroppedGroup] = []
@@ -63,10 +68,7 @@ class LiveRollout:
             kept += selection.kept
             dropped += selection.dropped
             rounds += 1
-        batch = FilledBatch(kept=tuple(kept), dropped=tuple(dropped), rounds=rounds)
-        if not kept:
-            raise EmptyBatchError(empty_message(batch))
-        return batch
+        return FilledBatch(kept=tuple(kept), dropped=tuple(dropped), rounds=rounds)
 
 
 def empty_message(batch: FilledBatch) -> str:

@@ -26,6 +26,8 @@ def train(run: Run) -> Progress:
             # Act and judge: play every episode to its end under one policy version, reward outcomes.
             with record.span("act"), run.devices.lend_to_rollout():
                 batch = run.rollout.fill(run.prompts, progress.policy_version)
+            record.trajectories(batch.groups, batch.dropped)  # on disk before anything can go wrong
+            batch.check()
 
             with run.devices.lend_to_actor():
                 # Score: the frozen models read the trajectories; no gradients here.
@@ -52,14 +54,15 @@ def train(run: Run) -> Progress:
                 )
                 run.weight_sync.publish(progress.policy_version)
 
-            # Record: every trajectory, dropped ones too; then checkpoint and evaluate where due.
+            # Record: the trajectories again with their credit, dropped ones too; evaluate where due.
             record.trajectories(batch.groups, batch.dropped, estimate.per_turn, scores, estimate.details)
             record.add(run.step_metrics(batch, packed, estimate, update))
-            if config.checkpoint.is_due(step) or step == config.train.num_steps:
-                with record.span("checkpoint"):
-                    run.checkpoints.save(progress)
             if config.evaluation.is_due(step):
                 with record.span("evaluate"):
                     evaluation = run.evaluator.run(progress)
                 evaluation.report_to(record.evaluation)
+
+        # After the step's row is written: a kill in between repeats a step and never loses one.
+        if config.checkpoint.is_due(step) or step == config.train.num_steps:
+            run.checkpoints.save(progress)
     return progress

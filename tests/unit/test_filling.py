@@ -43,7 +43,7 @@ def rollout(player: Player, **selection: object) -> LiveRollout:
 def test_a_constant_reward_ends_after_exactly_the_allowed_rounds_with_counts() -> None:
     player, prompts = Player(lambda position: WRONG if position % 3 else RIGHT), PromptStream(Numbered())
     with pytest.raises(EmptyBatchError) as caught:
-        rollout(player).fill(prompts, 0)
+        rollout(player).fill(prompts, 0).check()
     assert player.rounds == [(0, 4), (4, 4), (8, 4)]
     message = caught.value.message
     assert "after 3 rounds: 12 groups, 4 all-right, 8 all-wrong, 0 with failures" in message
@@ -73,4 +73,4 @@ def test_groups_without_enough_known_outcomes_are_a_counted_skip_and_all_of_them
     assert len(batch.kept) == 1
     assert [dropped.reason for dropped in batch.dropped] == ["too_few_trainable"] * 3
     with pytest.raises(EmptyBatchError, match=r"4 groups, 0 all-right, 0 all-wrong.*'too_few_trainable': 4"):
-        rollout(Player(lambda position: rewards), drop_equal_rewards=False).fill(PromptStream(Numbered()), 0)
+        rollout(Player(lambda position: rewards), drop_equal_rewards=False).fill(PromptStream(Numbered()), 0).check()
