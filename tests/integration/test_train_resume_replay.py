@@ -67,6 +67,7 @@ def home(tmp_path_factory):
     kill_after_checkpoint(home, "train", "recipe.yaml", "--run-id", "killed", *COLOCATED)
     megatrl(home, "train", "recipe.yaml", "--run-id", "killed", "--resume", *COLOCATED)
     megatrl(home, "replay", "runs/tiny/whole", "--from-step", "2", "--out", "replay-from-2")
+    megatrl(home, "replay", "runs/tiny/killed", "--out", "replay-killed")
     return home
 
 
@@ -142,6 +143,11 @@ def test_fed_the_same_trajectories_a_resumed_actor_repeats_losses_and_weights_bi
     for step in (3, 4):
         assert {n: first[step][n] for n in compared} == {n: second[step][n] for n in compared}
     assert result(whole) == result(replay)
+    assert "step=" in (replay / "logs" / "driver.log").read_text()
+
+
+def test_a_killed_and_resumed_run_ends_with_the_weights_of_one_that_was_never_interrupted(home):
+    assert result(home / "replay-killed") == result(home / "runs/tiny/killed")
 
 
 def test_the_final_policy_loads_in_transformers(home):
