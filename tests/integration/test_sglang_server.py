@@ -26,7 +26,7 @@ from megatrl.envs.protocol import StepResult
 from megatrl.errors import RolloutError, ServerRejectedError
 from megatrl.rendering.renderer import Renderer, load_renderer
 from megatrl.rollout.client import SGLangSampler
-from megatrl.rollout.collector import Collector, ServerSamplers
+from megatrl.rollout.collector import Collector, Progress, ServerSamplers
 from megatrl.rollout.control import ServerControl
 from megatrl.rollout.guardian import session_members
 from megatrl.rollout.sampler import Sample, SampleRequest
@@ -170,7 +170,7 @@ def lively_renderer(path: Path) -> Renderer:
     return renderer
 
 
-def collector(urls: list[str], path: Path, **changes: Any) -> Collector:
+def collector(urls: list[str], path: Path, *, progress: Progress | None = None, **changes: Any) -> Collector:
     config = RolloutConfig(
         sampling=SamplingConfig(temperature=1.3),
         servers=CPU_SERVER,
@@ -187,6 +187,7 @@ def collector(urls: list[str], path: Path, **changes: Any) -> Collector:
         samplers=ServerSamplers(lambda: urls, vocab_size=VOCAB),
         group_size=4,
         seed=0,
+        progress=progress,
     )
 
 
@@ -276,18 +277,23 @@ def test_killed_parent_takes_the_whole_tree_along_and_the_rollout_goes_on(
     assert len(tree) >= 2  # HTTP server, scheduler, resource tracker
     moments: list[float] = []
 
-    def kill_soon() -> None:
-        time.sleep(0.3)
+    under_way = threading.Event()
+
+    def kill_under_way() -> None:
+        assert under_way.wait(60)
         os.kill(child.parent.pid, signal.SIGKILL)
         killed = time.monotonic()
         while any(session_members(int(children[0]))) and time.monotonic() < killed + 30:
             time.sleep(0.05)
         moments.append(time.monotonic() - killed)
 
-    killer = threading.Thread(target=kill_soon)
+    killer = threading.Thread(target=kill_under_way)
     killer.start()
-    subject = collector([child.url, sglang_server.url], tiny_moe_path)
-    groups = subject.collect(prompts(24), first_position=0, policy_version=0)
+    # Once the first episodes are done, with most of the work still ahead on both servers.
+    subject = collector(
+        [child.url, sglang_server.url], tiny_moe_path, progress=lambda done, total, tokens: under_way.set()
+    )
+    groups = subject.collect(prompts(160), first_position=0, policy_version=0)
     killer.join()
     assert moments[0] < 5
     assert session_members(child.guardian) == []
