@@ -16,6 +16,7 @@ import yaml
 
 from megatrl.observability.trajectories import TrajectoryStore
 
+pytestmark = pytest.mark.timeout(1500)  # the fixture runs five commands, each with a deadline of its own
 NUM_STEPS = 4
 DEADLINE_S = 420
 
@@ -42,7 +43,7 @@ RECIPE = {
         "max_action_tokens": 12,
         "context_tokens": 256,
         "max_observation_tokens": 32,
-        "servers": {"device": "cpu", "precision": "fp32", "max_total_tokens": 16384, "start_timeout_s": 180},
+        "servers": {"device": "cpu", "precision": "fp32", "max_total_tokens": 16384, "start_timeout_s": 300},
     },
     "batch": {"num_groups": 3, "group_size": 4, "microbatch_tokens": 512},
     "group_statistics": {"std": "population"},
