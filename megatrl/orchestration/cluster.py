@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from megatrl.observability.progress import waiting
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.placement import Placement, node_address, ray_cluster
+from megatrl.orchestration.ports import free_port
 from megatrl.orchestration.rank_worker import RankWorker
 from megatrl.orchestration.reaper import no_process_outlives_this_one
 from megatrl.orchestration.servers import ServerGroup
@@ -70,7 +70,7 @@ def cluster(recipe: Recipe, model_path: Path, log_dir: Path, *, serve: bool = Tr
 
 def _start_workers(recipe: Recipe, model_path: Path, placement: Placement, log_dir: Path) -> WorkerGroup:
     world_size = recipe.actor.layout.world_size
-    address, port = node_address(placement.group, placement.actor_bundles[0]), _free_port()
+    address, port = node_address(placement.group, placement.actor_bundles[0]), free_port()
     specs = [
         WorkerSpec(
             rank=rank,
@@ -96,9 +96,3 @@ def _start_workers(recipe: Recipe, model_path: Path, placement: Placement, log_d
         environment=environment,
         timeout_s=recipe.actor.timeout_s,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

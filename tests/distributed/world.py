@@ -4,20 +4,17 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from megatrl.orchestration.ports import free_port
+
+__all__ = ["agreed_port", "free_port", "rank_arguments", "report", "run_world"]
+
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_world(
