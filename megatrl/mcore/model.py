@@ -75,8 +75,12 @@ def build_model(
     )
     model.shape = shape
     model.rotary_pos_emb.inv_freq = rope_frequencies(shape)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if ".experts." in name:
+            # Megatron's own mark is missing with one expert rank: experts would then share the dense buffers, be
+            # summed over the wrong ranks where they are whole under TP, and have another optimizer than with several.
+            parameter.allreduce = False  # type: ignore[attr-defined]
     return [model.to(device=layout.torch_device, dtype=DTYPES[precision])]
 
 
