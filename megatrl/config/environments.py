@@ -21,6 +21,15 @@ class EvidenceHuntConfig(Section):
     max_turns: int = Field(default=8, gt=0)
 
 
+class SwitchboardConfig(Section):
+    """Bring switches into a learnt pattern; a task where an action can undo the progress of others."""
+
+    kind: Literal["switchboard"] = "switchboard"
+    num_patterns: int = Field(default=8, gt=0)
+    num_switches: int = Field(default=5, gt=1, le=16)
+    max_turns: int = Field(default=9, gt=1)
+
+
 class TextWorldConfig(Section):
     """Games generated on the spot by TextWorld (optional extra `textworld`)."""
 
@@ -32,4 +41,4 @@ class TextWorldConfig(Section):
     max_turns: int = Field(default=30, gt=0)
 
 
-EnvConfig = Annotated[EvidenceHuntConfig | TextWorldConfig, Field(discriminator="kind")]
+EnvConfig = Annotated[EvidenceHuntConfig | SwitchboardConfig | TextWorldConfig, Field(discriminator="kind")]

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
-from megatrl.config.environments import EnvConfig, EvidenceHuntConfig, TextWorldConfig
+from megatrl.config.environments import EnvConfig, EvidenceHuntConfig, SwitchboardConfig, TextWorldConfig
 from megatrl.data.prompts import PromptSource
 from megatrl.data.trajectories import Prompt
-from megatrl.envs import evidence_hunt, textworld
+from megatrl.envs import evidence_hunt, switchboard, textworld
 from megatrl.envs.protocol import Environment
 
 
@@ -22,6 +22,7 @@ class _Kind(NamedTuple):
 
 _KINDS: Mapping[type, _Kind] = {
     EvidenceHuntConfig: _Kind(evidence_hunt.EvidenceHunt, evidence_hunt.EvidenceHuntPrompts, evidence_hunt.vocabulary),
+    SwitchboardConfig: _Kind(switchboard.Switchboard, switchboard.SwitchboardPrompts, switchboard.vocabulary),
     TextWorldConfig: _Kind(textworld.TextWorldEnvironment, textworld.TextWorldPrompts, textworld.vocabulary),
 }
 
