@@ -4,13 +4,13 @@ Normalisation happens here, on the driver: each minibatch carries one global `lo
 each token its `loss_weights`, so no rank, microbatch or layout can change a gradient.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from megatrl.batching.bins import balanced_bins
 from megatrl.config.credit import LossConfig
 from megatrl.data.samples import FloatArray, Microbatch, Minibatch, PackedBatch, TrainingSample
 from megatrl.data.trajectories import TrajectoryId
@@ -88,29 +88,6 @@ def _denominator(members: Sequence[TrainingSample], num_sequences: int, loss: Lo
             raise EmptyBatchError("loss.reduction is constant but loss.constant_length is not set; set it in tokens")
         return float(loss.constant_length)
     return float(num_sequences)
-
-
-def balanced_bins(lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Returns bins[rank][microbatch] of indices into `lengths`, as few microbatches as fit `capacity`.
-
-    Longest first into the emptiest bin (LPT). Every rank gets the same number of bins, some perhaps
-    empty. A sequence longer than `capacity` gets a bin of its own size.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    limit = max([capacity, *lengths]) if lengths else capacity
-    num_bins = max(1, -(-sum(lengths) // (capacity * num_ranks)))
-    while True:
-        heap = [(0, b) for b in range(num_bins * num_ranks)]
-        bins: list[list[int]] = [[] for _ in heap]
-        fullest = 0
-        for i in order:
-            filled, b = heapq.heappop(heap)
-            bins[b].append(i)
-            heapq.heappush(heap, (filled + lengths[i], b))
-            fullest = max(fullest, filled + lengths[i])
-        if fullest <= limit:
-            return [[sorted(bins[m * num_ranks + r]) for m in range(num_bins)] for r in range(num_ranks)]
-        num_bins += 1
 
 
 def _microbatch(members: Sequence[int], samples: Sequence[TrainingSample], weights: Sequence[FloatArray]) -> Microbatch:
