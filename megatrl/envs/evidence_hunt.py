@@ -214,6 +214,14 @@ def document_chain(config: EvidenceHuntConfig, question: int) -> tuple[int, ...]
     return tuple(rng.sample(range(config.num_documents), config.num_hops))
 
 
+def oracle_plan(config: EvidenceHuntConfig, observation_key: str) -> tuple[str, ...]:
+    """Texts of the oracle's actions from a state to the end. Unknown clues stand as `v0`: same length, other word."""
+    question, *found = observation_key.split()
+    chain = document_chain(config, int(question.removeprefix("q")))
+    clues = [*found, *(_clue_word(0) for _ in range(config.num_hops - len(found)))]
+    return (*map(_open_text, chain[len(found) :]), _answer_text(clues))
+
+
 def vocabulary(config: EvidenceHuntConfig) -> tuple[str, ...]:
     """Every word of prompts, observations and good actions, for the tiny model's tokenizer."""
     fixed = " ".join(("question", "Action:", OPEN.name, *_TEXTS)).split()

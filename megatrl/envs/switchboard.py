@@ -190,6 +190,14 @@ def target_board(config: SwitchboardConfig, pattern: int) -> list[int]:
     return [rng.randrange(2) for _ in range(config.num_switches)]
 
 
+def oracle_plan(config: SwitchboardConfig, observation_key: str) -> tuple[str, ...]:
+    """Texts of the oracle's actions from a state to the end."""
+    pattern, *board = observation_key.split()
+    target = target_board(config, int(pattern.removeprefix("p")))
+    wrong = [switch for switch, wanted in enumerate(target) if board[switch] != _state_word(switch, wanted)]
+    return (*map(_flip_text, wrong), f"<answer> {DONE} </answer>")
+
+
 def vocabulary(config: SwitchboardConfig) -> tuple[str, ...]:
     """Every word of prompts, observations and good actions, for the tiny model's tokenizer."""
     switches = range(config.num_switches)

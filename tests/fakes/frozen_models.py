@@ -102,6 +102,7 @@ def make_trajectory(
     gold_answers: tuple[str, ...] = (),
     trailing: Sequence[int] = (),
     segment_starts: Sequence[int] = (),
+    observation_keys: Sequence[str] = (),
 ) -> Trajectory:
     """A trajectory from (observation ids, action ids) pairs; `segment_starts` are turns that open a segment."""
     bounds = [0, *segment_starts, len(turns)]
@@ -113,8 +114,9 @@ def make_trajectory(
                     action_tokens=tuple(action),
                     behavior_logprobs=(-0.5,) * len(action),
                     policy_version=0,
+                    observation_key=observation_keys[place] if observation_keys else "",
                 )
-                for observation, action in turns[start:end]
+                for place, (observation, action) in enumerate(turns[start:end], start=start)
             ),
             trailing_observation_tokens=tuple(trailing) if end == len(turns) else (),
         )
