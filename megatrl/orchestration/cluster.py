@@ -13,11 +13,11 @@ from megatrl.observability.progress import waiting
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.placement import Placement, node_address, ray_cluster
-from megatrl.orchestration.ports import free_port
 from megatrl.orchestration.rank_worker import RankWorker
 from megatrl.orchestration.reaper import no_process_outlives_this_one
 from megatrl.orchestration.servers import ServerGroup
 from megatrl.orchestration.worker_group import WorkerGroup
+from megatrl.rollout.ports import free_port
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from megatrl.config.engine_checks import OWNED_SGLANG_ARGUMENTS
 from megatrl.config.engines import ServerConfig
 from megatrl.errors import ConfigError, DeadlineError, RolloutError
 from megatrl.rollout.control import ServerControl
+from megatrl.rollout.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ _CPU_DEFAULTS = {
 _CPU_TOTAL_TOKENS = 262_144
 _PORT_ATTEMPTS = 3
 _POLL_S = 0.25
-_PORTS_GIVEN: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class ServerSpec:
     context_length: int | None = None  # tokens; None means the model's own limit
     policy_version: int = 0
     seed: int = 0
+    record_routing: bool = False
+    """Keep each token's expert choices for requests that ask; a mixture model only."""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Added to the process environment, e.g. CUDA_VISIBLE_DEVICES."""
 
@@ -191,6 +193,8 @@ def server_arguments(spec: ServerSpec, port: int) -> dict[str, Any]:
     max_total_tokens = config.max_total_tokens or (_CPU_TOTAL_TOKENS if config.device == "cpu" else None)
     if max_total_tokens is not None:
         arguments["max_total_tokens"] = max_total_tokens
+    if spec.record_routing:
+        arguments["enable_return_routed_experts"] = True
     if spec.context_length is not None:
         arguments["context_length"] = spec.context_length
     return arguments
@@ -246,18 +250,6 @@ def sglang_argument_names(python: str | None = None) -> frozenset[str]:
                 annotated = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
                 names = {target.id for target in annotated if isinstance(target, ast.Name)}
     return frozenset(names)
-
-
-def free_port(host: str) -> int:
-    """A TCP port that is free on `host` now and was not given out by this process before."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
-        if port not in _PORTS_GIVEN:
-            _PORTS_GIVEN.add(port)
-            return port
-    raise RolloutError(f"no free TCP port on {host} in 100 attempts")
 
 
 @functools.cache

@@ -4,7 +4,6 @@ The same code with gloo on CPU and NCCL on GPUs. The group lives across publishe
 """
 
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -18,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatrl.errors import WeightSyncError
 from megatrl.rollout.control import ServerControl
+from megatrl.rollout.ports import free_port
 from megatrl.weight_sync.buckets import Bucket
 from megatrl.weight_sync.fanout import Failures, on_each
 from megatrl.weight_sync.transport import UpdateSession
@@ -96,7 +96,7 @@ class BroadcastTransport:
     def _join(self, servers: Sequence[ServerControl]) -> Failures:
         self._group_name = f"megatrl-{uuid.uuid4().hex[:12]}"
         world_size = 1 + self._tensor * len(servers)
-        port = _free_port(self._master_address)
+        port = free_port(self._master_address)
         offsets = {server.url: 1 + self._tensor * place for place, server in enumerate(servers)}
         self._controls = tuple(servers)
         joining = _InBackground(
@@ -226,14 +226,3 @@ def _spread(failures: Failures, servers: Sequence[ServerControl]) -> Failures:
         return {}
     culprits = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     return {server.url: failures.get(server.url, f"broadcast group broken by {culprits}") for server in servers}
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            raise WeightSyncError(
-                f"master_address {address} is not an address of this host ({error}); servers reach rank 0 there"
-            ) from error
-        return probe.getsockname()[1]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatrl.orchestration.ports import free_port
+from megatrl.rollout.ports import free_port
 
 __all__ = ["agreed_port", "free_port", "rank_arguments", "report", "run_world"]
 

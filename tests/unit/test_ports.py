@@ -1,12 +1,13 @@
-"""Ports for process groups come from below the ephemeral range and are free."""
+"""Ports for servers and process groups come from below the ephemeral range, are free, and are given once."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatrl.errors import MegatrlError
-from megatrl.orchestration import ports
+from megatrl.rollout import ports
 
 
 def test_a_port_lies_below_the_ephemeral_range_and_can_be_bound():
@@ -31,3 +32,14 @@ def test_a_port_in_use_is_not_given(monkeypatch):
         monkeypatch.setattr(ports.random, "SystemRandom", Same)
         with pytest.raises(MegatrlError, match="no free port"):
             ports.free_port()
+
+
+def test_ports_are_given_out_once_even_in_parallel():
+    with ThreadPoolExecutor(16) as pool:
+        given = list(pool.map(lambda _: ports.free_port(), range(320)))
+    assert len(set(given)) == 320
+
+
+def test_an_address_of_another_machine_is_named():
+    with pytest.raises(MegatrlError, match=r"192\.0\.2\.1 is not an address of this machine"):
+        ports.free_port("192.0.2.1")
