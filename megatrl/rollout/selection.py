@@ -1,0 +1,129 @@
+"""Test-time action selection: several candidate actions at each turn, of which one is carried out.
+
+Source: DeltaTTG, action selection by a meter. No candidate is executed before it is chosen, so no
+environment has to be rolled back. A SelectingSampler is a Sampler like any other: an episode does not
+know that its action was one of several.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatrl.data.trajectories import TrajectoryId
+from megatrl.envs.protocol import Environment
+from megatrl.errors import RolloutError
+from megatrl.rollout.collector import SamplerForEpisode, SamplerSource
+from megatrl.rollout.sampler import Sample, Sampler, SampleRequest
+
+
+class Chooser(Protocol):
+    async def choose(self, request: SampleRequest, candidates: Sequence[Sample]) -> int:
+        """Index of the candidate to carry out after `request.input_ids`; candidates are distinct and at least two."""
+        ...
+
+
+class RandomChooser:
+    """The control: a candidate at random, by the request's own seed. Without deduplication it samples the policy."""
+
+    async def choose(self, request: SampleRequest, candidates: Sequence[Sample]) -> int:
+        return random.Random(f"choose {request.sampling_seed}").randrange(len(candidates))
+
+
+@dataclass(slots=True)
+class SelectionTally:
+    """What selection cost so far. Tokens are action tokens, end tokens included."""
+
+    turns: int = 0
+    candidates: int = 0
+    distinct_candidates: int = 0
+    sampled_tokens: int = 0  # of all candidates
+    chosen_tokens: int = 0
+    turned_from_first: int = 0  # turns at which another than the first candidate was chosen
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        turns = max(self.turns, 1)
+        return {
+            "selection/candidates": self.candidates / turns,
+            "selection/distinct": self.distinct_candidates / turns,
+            "selection/changed": self.turned_from_first / turns,
+            "selection/sampled_tokens": float(self.sampled_tokens),
+            "selection/chosen_tokens": float(self.chosen_tokens),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectingSampler:
+    """Samples `num_candidates` actions at once and returns the chosen one.
+
+    The first candidate has the request's own seed, so it is the action that would have been taken
+    without selection. With `is_deduplicated` equal actions are offered once, and one that is alone is
+    taken without asking.
+    """
+
+    sampler: Sampler
+    chooser: Chooser
+    num_candidates: int
+    tally: SelectionTally
+    is_deduplicated: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_candidates < 1:
+            raise RolloutError(f"num_candidates is {self.num_candidates}; at least one action has to be sampled")
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Raises what the sampler raises for any candidate, and RolloutError for a choice that is not there."""
+        requests = [
+            replace(request, sampling_seed=candidate_seed(request.sampling_seed, i)) for i in range(self.num_candidates)
+        ]
+        sampled = await asyncio.gather(*(self.sampler.sample(each) for each in requests))
+        offered = list({s.output_ids: s for s in reversed(sampled)}.values())[::-1] if self.is_deduplicated else sampled
+        index = await self.chooser.choose(request, offered) if len(offered) > 1 else 0
+        if not 0 <= index < len(offered):
+            raise RolloutError(f"the chooser answered {index} for {len(offered)} candidates")
+        chosen = offered[index]
+        tally = self.tally
+        tally.turns += 1
+        tally.candidates += len(sampled)
+        tally.distinct_candidates += len({s.output_ids for s in sampled})
+        tally.sampled_tokens += sum(len(s.output_ids) for s in sampled)
+        tally.chosen_tokens += len(chosen.output_ids)
+        tally.turned_from_first += chosen.output_ids != sampled[0].output_ids
+        return chosen
+
+
+class SelectingSamplers:
+    """A SamplerSource whose samplers select, around another source."""
+
+    def __init__(
+        self, source: SamplerSource, chooser: Chooser, *, num_candidates: int, is_deduplicated: bool = True
+    ) -> None:
+        self._source, self._chooser = source, chooser
+        self._num_candidates, self._is_deduplicated = num_candidates, is_deduplicated
+        self.tally = SelectionTally()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[SamplerForEpisode]:
+        async with self._source.open() as sampler_for:
+
+            def selecting(env: Environment, id: TrajectoryId, policy_version: int) -> Sampler:
+                return SelectingSampler(
+                    sampler=sampler_for(env, id, policy_version),
+                    chooser=self._chooser,
+                    num_candidates=self._num_candidates,
+                    tally=self.tally,
+                    is_deduplicated=self._is_deduplicated,
+                )
+
+            yield selecting
+
+
+def candidate_seed(seed: int, index: int) -> int:
+    """The request's own seed for the first candidate, a 63-bit number made from both for the others."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
