@@ -81,7 +81,8 @@ class SelectingSampler:
             replace(request, sampling_seed=candidate_seed(request.sampling_seed, i)) for i in range(self.num_candidates)
         ]
         sampled = await asyncio.gather(*(self.sampler.sample(each) for each in requests))
-        offered = list({s.output_ids: s for s in reversed(sampled)}.values())[::-1] if self.is_deduplicated else sampled
+        first_of = {s.output_ids: i for i, s in reversed(list(enumerate(sampled)))}
+        offered = [sampled[i] for i in sorted(first_of.values())] if self.is_deduplicated else sampled
         index = await self.chooser.choose(request, offered) if len(offered) > 1 else 0
         if not 0 <= index < len(offered):
             raise RolloutError(f"the chooser answered {index} for {len(offered)} candidates")
