@@ -52,8 +52,16 @@ class CheckpointError(MegatrlError):
     """A checkpoint is missing, torn, or belongs to another run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """One checkpoint is unusable in itself, whatever reads it: an older one may do."""
+
+
 class NonFiniteError(MegatrlError):
     """A loss, a gradient norm or a logprob is NaN or infinite."""
+
+
+class DeviceMemoryError(MegatrlError):
+    """Device memory was used while it was lent to others, or did not come back as it was."""
 
 
 class EmptyBatchError(MegatrlError):

@@ -1,95 +1,140 @@
 """The actor's complete state on disk: weights, optimizer, and every rank's random generators.
 
-Weights and optimizer go through Megatron's dist_checkpointing in its fully reshardable form, so tensor and
-pipeline degrees may change between save and load. The generators are one file a rank.
+Weights and optimizer go through Megatron's dist_checkpointing in its fully reshardable form, so every parallel
+degree and the number of processes may change between save and load. The generators are one file a rank.
 """
 
 import dataclasses
 import json
 import logging
-import queue
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatrl.actor.worker import ActorWorker
 from megatrl.checkpoint.atomic import write_text_atomically
-from megatrl.errors import CheckpointError
+from megatrl.checkpoint.generators import rank_file, read_generators, restore_generators, write_generators
+from megatrl.checkpoint.shard_check import find_damage, raise_damage, save_id_entry
+from megatrl.checkpoint.shard_writer import ShardWrite
+from megatrl.errors import CheckpointError, DamagedCheckpointError
 from megatrl.mcore import layout as layouts
 from megatrl.mcore.model import unwrap
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _DESCRIPTION = "actor.json"
 _SHARDS = "shards"
-_DEGREES = ("world_size", "tensor", "pipeline", "expert", "data")
+_FIELDS = ("format", "precision", "distributed_optimizer", "layout", "has_moments", "save_id")
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _FAILURES = (CheckpointingException, CheckpointException, RuntimeError, ValueError, KeyError, OSError)
 
 
-def save_actor_state(actor: ActorWorker, directory: Path) -> None:
-    """Write this actor's state into `directory`, which every rank sees under this path.
+class ActorSave:
+    """One rank's part of a save: captured when made, on disk when `finish` has returned.
 
-    Collective over all ranks. Raises CheckpointError on the ranks that know of a failure. Not atomic by
-    itself: `CheckpointStore.writing` gives a directory that becomes visible only when all has been written.
+    Making one is collective over all ranks, and so is `finish`. What is written is the state at the call, also
+    where `in_background` lets training go on at once: then weights and optimizer state are copied to host memory
+    first. Not atomic by itself: `CheckpointStore` gives a directory that becomes visible when all has been written.
+    Raises CheckpointError on the ranks that know of a failure.
     """
-    layouts.activate(actor.layout.device)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _SHARDS).mkdir(exist_ok=True)
+
+    def __init__(self, actor: ActorWorker, directory: Path, *, in_background: bool = False) -> None:
+        """`directory` is the same for every rank."""
+        self._rank, self._directory = actor.layout.rank, directory
+        layouts.activate(actor.layout.device)
+        try:
+            self._begin(actor, in_background)
+        except _FAILURES as error:
+            raise self._failed(error) from error
+
+    def finish(self, timeout_s: float) -> None:
+        """Returns when the files of all ranks are complete; waits at most `timeout_s` for this rank's."""
+        try:
+            self._shards.finish(timeout_s)
+        except _FAILURES as error:
+            raise self._failed(error) from error
+
+    def _begin(self, actor: ActorWorker, in_background: bool) -> None:
+        directory, shards = self._directory, self._directory / _SHARDS
+        shards.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        with _written_by_this_process():
-            has_moments = _has_moments(actor)
-            dist_checkpointing.save(
-                _sharded_state(actor, is_loading=False, with_optimizer=has_moments),
-                str(directory / _SHARDS),
-                get_default_save_sharded_strategy("torch_dist"),
-            )
-        torch.save(_rank_state(actor), _rank_file(directory, actor.layout.rank))
-        if actor.layout.rank == 0:
-            write_text_atomically(
-                directory / _DESCRIPTION, json.dumps(_description(actor) | {"has_moments": has_moments})
-            )
+        has_moments, save_id = _has_moments(actor), _agreed_id()
+        state = _sharded_state(actor, is_loading=False, with_optimizer=has_moments)
+        state["save_id"] = save_id_entry(save_id, rank=self._rank, world_size=actor.layout.world_size)
+        self._shards = ShardWrite(state, shards, device=actor.layout.torch_device, in_background=in_background)
+        write_generators(
+            rank_file(directory, self._rank),
+            device=actor.layout.device,
+            save_id=save_id,
+            parameter_hash=actor.parameter_hash(),
+        )
+        if self._rank == 0:
+            description = _description(actor) | {"has_moments": has_moments, "save_id": save_id}
+            write_text_atomically(directory / _DESCRIPTION, json.dumps(description))
         dist.barrier()
-    except _FAILURES as error:
-        raise CheckpointError(
-            f"rank {actor.layout.rank} did not write the actor's state to {directory}: {type(error).__name__}: {error}"
-        ) from error
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"rank {self._rank} did not write the actor's state to {self._directory}: {type(error).__name__}: {error}"
+        )
+
+
+def save_actor_state(actor: ActorWorker, directory: Path, *, timeout_s: float = 600.0) -> None:
+    """Writes this actor's state into `directory`, complete on return. Collective; see `ActorSave`."""
+    ActorSave(actor, directory).finish(timeout_s)
+
+
+def check_actor_state(actor: ActorWorker, directory: Path) -> None:
+    """Raises where `load_actor_state` would, as far as that shows without loading. Collective over all ranks.
+
+    DamagedCheckpointError, with every rank's findings, where files are missing, cut, or of different saves;
+    CheckpointError where this run's precision or optimizer is not the saved one. Changes nothing.
+    """
+    saved = _read_description(directory)
+    problems = find_damage(
+        directory / _SHARDS,
+        save_id=saved["save_id"],
+        num_ranks=saved["layout"]["world_size"],
+        has_moments=saved["has_moments"],
+        share=(actor.layout.rank, actor.layout.world_size),
+    )
+    if saved["layout"] == _description(actor)["layout"]:
+        problems += _generator_problems(directory, actor.layout.rank, saved["save_id"])
+    every: list[list[str]] = [[]] * actor.layout.world_size
+    dist.all_gather_object(every, problems)  # a rank that raised alone would leave the others in a collective
+    raise_damage(directory, list(dict.fromkeys(problem for rank in every for problem in rank)))
+    _check_compatible(saved, _description(actor), directory)
 
 
 def load_actor_state(actor: ActorWorker, directory: Path) -> None:
-    """Replace weights, optimizer state and random generators by those in `directory`.
+    """Replaces weights, optimizer state and random generators by those in `directory`.
 
     Collective over all ranks. With the layout of the save the next steps are bit for bit those of the
-    uninterrupted run. With other tensor or pipeline degrees weights and optimizer are restored and the generators are
-    left alone, with a warning. Raises CheckpointError, before anything is changed, for another precision or
-    optimizer, for a change between one and several expert-parallel ranks, and for missing state.
+    uninterrupted run. With another one weights and optimizer are restored and the generators are left alone, with
+    a warning. Raises what `check_actor_state` raises, before anything is changed.
     """
     layouts.activate(actor.layout.device)
+    check_actor_state(actor, directory)
     saved = _read_description(directory)
-    is_same_layout = _check_compatible(saved, _description(actor), directory)
     if saved["has_moments"]:
         _make_room_for_moments(actor)
+    rank, world_size, saved_ranks = actor.layout.rank, actor.layout.world_size, saved["layout"]["world_size"]
+    wanted = _sharded_state(actor, is_loading=True, with_optimizer=saved["has_moments"])
+    wanted["save_id"] = [
+        save_id_entry(None, rank=each, world_size=saved_ranks) for each in range(rank, saved_ranks, world_size)
+    ]
     try:
         state: dict[str, Any] = dist_checkpointing.load(  # pyright: ignore[reportAssignmentType]
-            _sharded_state(actor, is_loading=True, with_optimizer=saved["has_moments"]),
-            str(directory / _SHARDS),
-            strict=StrictHandling.RAISE_ALL,
+            wanted, str(directory / _SHARDS), strict=StrictHandling.RAISE_ALL
         )
         for key, model in _keyed_models(actor):
             model.load_state_dict(state[key], strict=True)
@@ -99,13 +144,13 @@ def load_actor_state(actor: ActorWorker, directory: Path) -> None:
             actor.reset_optimizer(actor.optimizer_config, num_steps=actor.scheduler.num_steps)
     except _FAILURES as error:
         raise CheckpointError(
-            f"rank {actor.layout.rank} cannot load the actor's state in {directory}: {type(error).__name__}: {error}"
+            f"rank {rank} cannot load the actor's state in {directory}: {type(error).__name__}: {error}"
         ) from error
-    if is_same_layout:
-        _restore_rank_state(actor, _rank_file(directory, actor.layout.rank))
+    if saved["layout"] == _description(actor)["layout"]:
+        _restore_rank(actor, directory)
     else:
         logger.warning("actor state was saved with %s; random generators are not restored", saved["layout"])
-    logger.info("actor state loaded directory=%s rank=%d", directory, actor.layout.rank)
+    logger.info("actor state loaded directory=%s rank=%d", directory, rank)
 
 
 def _keyed_models(actor: ActorWorker) -> list[tuple[str, torch.nn.Module]]:
@@ -120,6 +165,13 @@ def _has_moments(actor: ActorWorker) -> bool:
     answer = torch.tensor([float(has_state)], device=actor.layout.torch_device)
     dist.all_reduce(answer, op=dist.ReduceOp.MAX)
     return bool(answer.item())
+
+
+def _agreed_id() -> str:
+    """A name for this save that no other save has; rank 0 chooses."""
+    choice = [uuid.uuid4().hex]
+    dist.broadcast_object_list(choice, src=0)
+    return choice[0]
 
 
 def _make_room_for_moments(actor: ActorWorker) -> None:
@@ -141,12 +193,16 @@ def _sharded_state(actor: ActorWorker, *, is_loading: bool, with_optimizer: bool
 
 
 def _description(actor: ActorWorker) -> dict[str, Any]:
-    layout = dataclasses.asdict(actor.layout)
+    degrees = {
+        name: value
+        for name, value in dataclasses.asdict(actor.layout).items()
+        if name != "device" and not name.endswith("rank")
+    }
     return {
         "format": _FORMAT,
         "precision": actor.spec.actor.precision,
         "distributed_optimizer": actor.spec.actor.distributed_optimizer,
-        "layout": {name: layout[name] for name in _DEGREES},
+        "layout": json.loads(json.dumps(degrees)),  # as it reads after a way through a file
     }
 
 
@@ -154,109 +210,40 @@ def _read_description(directory: Path) -> dict[str, Any]:
     path = directory / _DESCRIPTION
     try:
         saved = json.loads(path.read_text())
+        if saved["format"] == _FORMAT:
+            return {name: saved[name] for name in _FIELDS}
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{directory} holds no actor state ({_DESCRIPTION} is missing). Weights alone cannot be resumed: start a "
             "new run from them with model.path"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from error
-    if saved.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is of format {saved.get('format')}, this version reads format {_FORMAT}")
-    return saved
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path} is not readable: {error!r}") from error
+    raise DamagedCheckpointError(f"{path} is of format {saved['format']}, this version reads format {_FORMAT}")
 
 
-def _check_compatible(saved: dict[str, Any], present: dict[str, Any], directory: Path) -> bool:
-    """True where the layouts are equal; raises where the state cannot be carried over."""
+def _check_compatible(saved: dict[str, Any], present: dict[str, Any], directory: Path) -> None:
     for name in ("precision", "distributed_optimizer"):
         if saved[name] != present[name]:
             raise CheckpointError(
                 f"actor state in {directory} was saved with actor.{name}={saved[name]}, this run has {present[name]}; "
                 f"set actor.{name} to the former"
             )
-    was, now = saved["layout"], present["layout"]
-    if (was["expert"] > 1) != (now["expert"] > 1):
-        # Megatron chains a second optimizer for experts only with several expert ranks (0.16.1).
-        raise CheckpointError(
-            f"actor state in {directory} was saved with actor.layout.expert={was['expert']}, this run has "
-            f"{now['expert']}; Megatron's optimizer state does not move between one and several expert ranks. Keep the "
-            "former, or export the weights and start a new run from them"
-        )
-    return was == now
 
 
-def _rank_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.pt"
-
-
-def _rank_state(actor: ActorWorker) -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if actor.layout.device == "cuda" else None,
-        "megatron": dict(_tracker().get_states()),
-        "python": random.getstate(),
-        "numpy": (str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)),
-        "parameter_hash": actor.parameter_hash(),
-    }
-
-
-def _tracker() -> Any:
-    return get_cuda_rng_tracker()
-
-
-def _restore_rank_state(actor: ActorWorker, path: Path) -> None:
+def _generator_problems(directory: Path, rank: int, save_id: str) -> list[str]:
     try:
-        state = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"random generators of rank {actor.layout.rank}, {path}, not readable: {error}"
-        ) from error
+        found = read_generators(rank_file(directory, rank))["save_id"]
+    except DamagedCheckpointError as error:
+        return [error.message]
+    return [] if found == save_id else [f"{rank_file(directory, rank).name} belongs to another save ({found})"]
+
+
+def _restore_rank(actor: ActorWorker, directory: Path) -> None:
+    state = read_generators(rank_file(directory, actor.layout.rank))
     if state["parameter_hash"] != actor.parameter_hash():
         raise CheckpointError(
-            f"the weights of rank {actor.layout.rank} after loading {path.parent} are not the saved ones; "
-            "the shards belong to another save, or megatron-core changed how it loads them"
+            f"the weights of rank {actor.layout.rank} after loading {directory} are not the saved ones; "
+            "megatron-core changed how it loads them"
         )
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
-    _tracker().set_states(state["megatron"])
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-
-
-@contextmanager
-def _written_by_this_process() -> Iterator[None]:
-    """Megatron's writer without its child processes, for a save that is waited for anyway.
-
-    Upstream (0.16.1) forks writers and spawns a queue server that imports the main module again. Forking a
-    process that has gloo, NCCL or Ray threads can deadlock, and the spawned import takes seconds.
-    """
-    writer: Any = filesystem_async.FileSystemWriterAsync
-    upstream, upstream_queue = writer.write_preloaded_data_multiproc, filesystem_async._results_queue
-    writer.write_preloaded_data_multiproc = staticmethod(_write_buckets)
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        writer.write_preloaded_data_multiproc = staticmethod(upstream)
-        filesystem_async._results_queue = upstream_queue
-
-
-def _write_buckets(
-    transforms: list[Any], use_msc: bool, rank: int, write_buckets: Sequence[Any], results: "queue.Queue[Any]"
-) -> None:
-    """Stands in for FileSystemWriterAsync.write_preloaded_data_multiproc: bucket number -> results, or the error."""
-    written: dict[int, Any] = {}
-    for number, bucket in enumerate(write_buckets):
-        outcome: Any = queue.Queue()
-        pending: Any = queue.Queue()
-        pending.put(number)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, outcome, pending, True)
-        _, result = outcome.get_nowait()
-        if isinstance(result, Exception):
-            results.put(result)
-            return
-        written[number] = result
-    results.put(written)
+    restore_generators(state)

@@ -23,6 +23,7 @@ _LATEST = "latest"
 _STEP = "step-"
 _WRITING = ".writing-"
 _DELETING = ".deleting-"
+_PINNED = "pinned"
 _CHUNK = 1 << 22
 
 
@@ -39,16 +40,19 @@ class CheckpointStore:
     """The checkpoints of one run below `directory`. One process writes; any number may read.
 
     Layout: `step-000040/` holds what the caller wrote plus `manifest.json` (run, step, size and SHA-256 of each
-    file); `latest` is a text file with the name of the newest committed directory. Directories that start with
-    a dot are unfinished work of a writer that was killed; the next writer removes them.
+    file) and, where the step is pinned, a file `pinned`; `latest` is a text file with the name of the newest
+    committed directory. Directories that start with a dot are unfinished work of a writer that was killed; the
+    next writer removes them.
     """
 
-    def __init__(self, directory: Path, *, run_id: str, keep: int) -> None:
+    def __init__(self, directory: Path, *, run_id: str, keep: int, pin_every: int | None = None) -> None:
+        """`keep` newest checkpoints stay, pinned ones not counted; multiples of `pin_every` are pinned when written."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least the newest checkpoint has to stay")
         self.directory = directory
         self._run_id = run_id
         self._keep = keep
+        self._pin_every = pin_every
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -58,21 +62,60 @@ class CheckpointStore:
         they were. A full disk is raised as CheckpointError that states the free space. An existing checkpoint of
         this step is replaced.
         """
-        staging = self.directory / f"{_WRITING}{_directory_name(step)}"
+        staging = self.begin(step)
+        try:
+            yield staging
+            self.commit(step)
+        except BaseException as error:
+            if (full := self.abandon(step, error)) is not None:
+                raise full from error
+            raise
+
+    def begin(self, step: int) -> Path:
+        """An empty directory that `commit` makes visible as the checkpoint of `step`, or `abandon` removes."""
+        staging = self._staging(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             staging.mkdir()
-            yield staging
-            self._commit(step, staging)
-        except BaseException as error:
-            is_full = self._was_space_short(error, staging)
-            shutil.rmtree(staging, ignore_errors=True)
-            if is_full:
-                reason = f" ({error.message})" if isinstance(error, CheckpointError) else ""
-                raise CheckpointError(self._no_space(step) + reason) from error
+        except OSError as error:
+            if (full := self.abandon(step, error)) is not None:
+                raise full from error
             raise
+        return staging
+
+    def commit(self, step: int) -> None:
+        """Hashes, renames, moves the pointer, then deletes what is neither pinned nor among the newest.
+
+        Where it raises, the earlier checkpoints and the pointer are as they were; call `abandon` then.
+        """
+        self._commit(step, self._staging(step))
         self._apply_retention(step)
+
+    def abandon(self, step: int, error: BaseException) -> CheckpointError | None:
+        """Removes what was written of `step`; returns the error to raise instead where the disk was full."""
+        staging = self._staging(step)
+        is_full = self._was_space_short(error, staging)
+        shutil.rmtree(staging, ignore_errors=True)
+        if not is_full:
+            return None
+        reason = f" ({error.message})" if isinstance(error, CheckpointError) else ""
+        return CheckpointError(self._no_space(step) + reason)
+
+    def pin(self, step: int) -> None:
+        """Exempts a checkpoint from deletion, until `unpin`. A file `pinned` made by hand does the same."""
+        path = self.directory / _directory_name(step)
+        if not path.is_dir():
+            raise CheckpointError(f"no checkpoint of step {step} to pin; there are {list(self.steps())}")
+        write_text_atomically(path / _PINNED, "by hand\n")
+
+    def unpin(self, step: int) -> None:
+        """Lets the next save delete the checkpoint again where it is old enough."""
+        (self.directory / _directory_name(step) / _PINNED).unlink(missing_ok=True)
+
+    def pinned_steps(self) -> tuple[int, ...]:
+        """Steps whose checkpoint is never deleted, ascending."""
+        return tuple(step for step in self.steps() if (self.directory / _directory_name(step) / _PINNED).exists())
 
     def steps(self) -> tuple[int, ...]:
         """Steps with a directory of a final name, complete or not, ascending."""
@@ -93,15 +136,20 @@ class CheckpointStore:
         None only where there is no checkpoint at all. Unusable ones are named in the log and skipped; where
         all are unusable CheckpointError lists the reasons, because starting from step 0 would be a surprise.
         """
-        steps = self.steps()
-        if not steps:
-            return None
-        pointed = self._pointed_step()
-        candidates = sorted(steps, reverse=True)
-        if pointed in candidates:
-            candidates.remove(pointed)
-            candidates.insert(0, pointed)
         reasons: list[str] = []
+        checkpoint = next(self.usable(reasons), None)
+        if checkpoint is None and reasons:
+            raise self.unusable(reasons)
+        return checkpoint
+
+    def usable(self, reasons: list[str]) -> Iterator[Checkpoint]:
+        """Intact checkpoints: the pointer's first, then the others from the newest on.
+
+        The unusable ones between them are named in the log and added to `reasons`.
+        """
+        steps = self.steps()
+        pointed = self._pointed_step() if steps else None
+        candidates = sorted(steps, key=lambda step: (step == pointed, step), reverse=True)
         for step in candidates:
             try:
                 checkpoint = self._check(step)
@@ -113,9 +161,12 @@ class CheckpointStore:
             if newer:
                 logger.warning("resuming from step=%d although there are directories of steps %s", step, newer)
             logger.info("checkpoint opened step=%d path=%s", step, checkpoint.path)
-            return checkpoint
-        raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {self.directory} can be used: {'; '.join(reasons)}. "
+            yield checkpoint
+
+    def unusable(self, reasons: list[str]) -> CheckpointError:
+        """The error where no checkpoint can be used: starting from step 0 would be a surprise."""
+        return CheckpointError(
+            f"none of the {len(self.steps())} checkpoints in {self.directory} can be used: {'; '.join(reasons)}. "
             "Move the directory away to begin again, or restore one from a copy"
         )
 
@@ -127,6 +178,10 @@ class CheckpointStore:
         manifest = {"format": _FORMAT, "run_id": self._run_id, "step": step, "files": _measure(files)}
         write_text_atomically(staging / _MANIFEST, json.dumps(manifest, indent=1))
         target = self.directory / _directory_name(step)
+        if self._pin_every and step % self._pin_every == 0:
+            write_text_atomically(staging / _PINNED, f"checkpoint.pin_every={self._pin_every}\n")
+        elif (target / _PINNED).exists():  # a run that went back writes the step again
+            write_text_atomically(staging / _PINNED, (target / _PINNED).read_text())
         if target.exists():
             self._delete(target)
         staging.rename(target)
@@ -142,7 +197,7 @@ class CheckpointStore:
             run_id, files = manifest["run_id"], dict(manifest["files"])
             is_same = (manifest["format"], manifest["step"]) == (_FORMAT, step)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is torn: it has no {_MANIFEST}") from error
+            raise CheckpointError(f"{path} is torn: it has no {_MANIFEST}{_weights_hint(path)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is torn: {_MANIFEST} is not readable ({error!r})") from error
         if not is_same:
@@ -172,7 +227,8 @@ class CheckpointStore:
         return step
 
     def _apply_retention(self, step: int) -> None:
-        older = [other for other in self.steps() if other < step]
+        pinned = self.pinned_steps()
+        older = [other for other in self.steps() if other < step and other not in pinned]
         for other in older[: max(0, len(older) - (self._keep - 1))]:
             self._delete(self.directory / _directory_name(other))
 
@@ -188,6 +244,9 @@ class CheckpointStore:
             if entry.name.startswith((_WRITING, _DELETING)):
                 logger.warning("removing what an interrupted writer left path=%s", entry)
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def _staging(self, step: int) -> Path:
+        return self.directory / f"{_WRITING}{_directory_name(step)}"
 
     def _was_space_short(self, error: BaseException, staging: Path) -> bool:
         """Whether a full disk explains the error. Writers of shards report theirs without an errno, so there the
@@ -220,6 +279,13 @@ def _directory_name(step: int) -> str:
 def _step_of(name: str) -> int | None:
     digits = name.removeprefix(_STEP)
     return int(digits) if name.startswith(_STEP) and digits.isdecimal() else None
+
+
+def _weights_hint(path: Path) -> str:
+    """For a directory that holds a model and no checkpoint."""
+    if not any(path.glob("*.safetensors")):
+        return ""
+    return " but *.safetensors; weights alone cannot be resumed, start a new run from them with model.path"
 
 
 def _measure(files: Mapping[str, Path]) -> dict[str, dict[str, int | str]]:

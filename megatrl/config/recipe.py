@@ -94,9 +94,16 @@ class BatchConfig(Section):
 class CheckpointConfig(Section):
     every_steps: int = Field(default=20, gt=0)
     keep: int = Field(default=3, ge=1)
+    """Newest checkpoints that stay; pinned ones are not counted."""
+    pin_every: int | None = Field(default=None, gt=0)
+    """Multiples of this step are saved too and never deleted."""
+    asynchronous: bool = False
+    """Written while training goes on, from a host copy of weights and optimizer state."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest wait for the files of one checkpoint."""
 
     def is_due(self, step: int) -> bool:
-        return step % self.every_steps == 0
+        return step % self.every_steps == 0 or (self.pin_every is not None and step % self.pin_every == 0)
 
 
 class EvaluationConfig(Section):
