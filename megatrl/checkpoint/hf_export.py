@@ -3,23 +3,30 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatrl.checkpoint.atomic import fsync_directory, fsync_tree
-from megatrl.config.model_shape import read_model_shape
+from megatrl.checkpoint.atomic_directory import replacing_directory
+from megatrl.config.model_shape import hf_config, read_model_shape
 from megatrl.errors import CheckpointError
+from megatrl.mcore.safetensors_reader import INDEX_FILE, SafetensorsReader
+from megatrl.mcore.weights_directory import DESCRIPTION as MEGATRON_DESCRIPTION
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
+DESCRIPTION = "megatrl_export.json"
+"""Marks a directory that `megatrl convert` wrote, so that it may be replaced."""
+SHARD_BYTES = 4 * 1024**3
+
 _NOT_CARRIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+_NOT_CARRIED_NAMES = (DESCRIPTION, MEGATRON_DESCRIPTION)
+_CARRIED_FOLDERS = ("additional_chat_templates",)
 
 
 def export_hf_directory(
@@ -28,33 +35,34 @@ def export_hf_directory(
     source: Path,
     out: Path,
     is_writer: bool,
-    shard_bytes: int = 4 * 1024**3,
+    shard_bytes: int = SHARD_BYTES,
     dtype: torch.dtype | None = None,
+    sizes: Mapping[str, int] | None = None,
+    before_publishing: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `out` as a model directory whose config, tokenizer, chat template and generation config are `source`'s.
 
     Collective: every rank consumes its whole iterator, the writer alone touches the disk, and it raises only
     after its iterator has ended. `out` appears by rename, so it is complete or absent; an existing one is
-    replaced. `dtype` None keeps the tensors' own, and config.json states what was written. Raises
-    CheckpointError for a repeated tensor, for names other than the source's, and for a write that failed.
+    replaced. `dtype` None keeps the tensors' own, and config.json states what was written. `sizes`, bytes by
+    name, lets a full shard be written before the next tensor is asked for. `before_publishing` gets the finished
+    directory and may still refuse it. Raises CheckpointError for a repeated tensor, for names other than the
+    source's, and for a write that failed.
     """
     remaining = iter(named)
     if not is_writer:
         _drain(remaining)
         return
-    staging = out.with_name(f".writing-{out.name}")
     try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        weight_map, dtypes = _write_shards(remaining, staging, shard_bytes, dtype)
-        carried = _carry_over(source, staging)
-        _write_config(source, staging, dtypes)
-        _check_files(staging, weight_map)
-        _check_names(source, set(weight_map))
-        fsync_tree(staging)
-        _replace(staging, out)
+        with replacing_directory(out) as staging:
+            weight_map, dtypes = _write_shards(remaining, staging, shard_bytes, dtype, sizes or {})
+            carried = carry_over(source, staging)
+            write_config(source, staging, dtypes)
+            _check_files(staging, weight_map)
+            _check_names(source, set(weight_map))
+            if before_publishing is not None:
+                before_publishing(staging)
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
         _drain(remaining)
         if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(f"the model was not exported to {out}: {error}") from error
@@ -68,31 +76,43 @@ def _drain(named: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _write_shards(
-    named: Iterator[tuple[str, Tensor]], directory: Path, shard_bytes: int, dtype: torch.dtype | None
+    named: Iterator[tuple[str, Tensor]],
+    directory: Path,
+    shard_bytes: int,
+    dtype: torch.dtype | None,
+    sizes: Mapping[str, int],
 ) -> tuple[dict[str, str], set[torch.dtype]]:
     """Writes bounded shards while the stream runs, then names them; returns tensor -> file, and the dtypes."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    size, total, dtypes, seen = 0, 0, set[torch.dtype](), set[str]()
+    total, dtypes, seen = 0, set[torch.dtype](), set[str]()
+    coming = iter(sizes.values())  # in the stream's order
+
+    def make_room(num_bytes: int) -> None:
+        if pending and sum(tensor.nbytes for tensor in pending.values()) + num_bytes > shard_bytes:
+            flush()
 
     def flush() -> None:
         save_file(pending, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 
-    for name, tensor in named:
+    def take(name: str, tensor: Tensor) -> int:
         if name in seen:
             raise CheckpointError(f"{name} was exported twice; the name mapping of the exporter is wrong")
         seen.add(name)
-        # Cloned: the stream may hand out live parameters, and a file must not hold two names of one memory.
-        copied = tensor.detach().to("cpu", dtype or tensor.dtype).clone(memory_format=torch.contiguous_format)
-        if pending and size + copied.nbytes > shard_bytes:
-            flush()
-            size = 0
-        pending[name] = copied
-        size += copied.nbytes
-        total += copied.nbytes
-        dtypes.add(copied.dtype)
+        target = dtype or tensor.dtype
+        make_room(tensor.numel() * target.itemsize)
+        # Copied: the stream may hand out live parameters, and a file must not hold two names of one memory.
+        pending[name] = tensor.detach().to("cpu", target, copy=True, memory_format=torch.contiguous_format)
+        dtypes.add(target)
+        return pending[name].nbytes
+
+    make_room(next(coming, 0))
+    while (item := next(named, None)) is not None:
+        total += take(*item)
+        del item  # or its memory would stay while the next one is read
+        make_room(next(coming, 0))
     if not seen:
         raise CheckpointError("the export has no tensors")
     flush()
@@ -110,23 +130,42 @@ def _name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> 
         (directory / f"shard-{place}").rename(directory / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=1))
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=1))
     return weight_map
 
 
-def _carry_over(source: Path, directory: Path) -> list[str]:
-    """Copies every file of the source that is not weights; returns their names."""
+def carry_over(source: Path, directory: Path) -> list[str]:
+    """Copies everything of a model directory that is not weights; returns the names."""
     carried: list[str] = []
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_NOT_CARRIED):
-            shutil.copyfile(file, directory / file.name)
-            carried.append(file.name)
+    for entry in sorted(source.iterdir()):
+        if entry.is_dir() and entry.name in _CARRIED_FOLDERS:
+            shutil.copytree(entry, directory / entry.name)
+        elif not _is_carried(entry):
+            continue
+        else:
+            shutil.copyfile(entry, directory / entry.name)
+        carried.append(entry.name)
     return carried
 
 
-def _write_config(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
-    read_model_shape(source)  # refuses, by name, what is missing or unsupported
+def _is_carried(entry: Path) -> bool:
+    is_foreign = entry.name.startswith(".") or entry.name in _NOT_CARRIED_NAMES or entry.name.endswith(_NOT_CARRIED)
+    return entry.is_file() and not is_foreign
+
+
+def write_config(source: Path, directory: Path, dtypes: set[torch.dtype]) -> None:
+    """Writes `source`'s config.json with the dtype of the tensors beside it.
+
+    Raises ModelError for an unsupported model, CheckpointError for a config that describes quantized tensors.
+    """
+    shape = read_model_shape(source)  # refuses, by name, what is missing or unsupported
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            f"{source / 'config.json'} has a quantization_config, but the tensors written here are not quantized; "
+            "take config.json from the unquantized model"
+        )
+    config.setdefault("architectures", hf_config(shape)["architectures"])
     if len(dtypes) == 1:
         config.pop("torch_dtype", None)
         config["dtype"] = str(next(iter(dtypes))).removeprefix("torch.")
@@ -143,12 +182,10 @@ def _check_files(directory: Path, weight_map: dict[str, str]) -> None:
 
 def _check_names(source: Path, exported: set[str]) -> None:
     """The export has the tensors that the source has; a source without weight files is not compared."""
-    original: set[str] = set()
-    for file in source.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            original |= set(opened.keys())
-    if not original:
+    if not any(source.glob("*.safetensors")):
         return
+    with SafetensorsReader(source) as reader:
+        original = reader.names
     # A tied model may store its output layer or not; rotary tables are derived and stored by old files only.
     tied = {"lm_head.weight"} if read_model_shape(source).tie_word_embeddings else set[str]()
     original = {name for name in original - tied if not name.endswith("rotary_emb.inv_freq")}
@@ -159,12 +196,3 @@ def _check_names(source: Path, exported: set[str]) -> None:
             f"unknown {unknown[:4]}; the name mapping of the exporter is wrong"
         )
 
-
-def _replace(staging: Path, out: Path) -> None:
-    replaced = out.with_name(f".replaced-{out.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
-        out.rename(replaced)
-    staging.rename(out)
-    fsync_directory(out.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
