@@ -41,4 +41,26 @@ class TextWorldConfig(Section):
     max_turns: int = Field(default=30, gt=0)
 
 
-EnvConfig = Annotated[EvidenceHuntConfig | SwitchboardConfig | TextWorldConfig, Field(discriminator="kind")]
+class MeterPromptsConfig(Section):
+    """One-turn prompts that train a meter: a recorded state, answered by a forecast. Spec 2.4."""
+
+    kind: Literal["meter_prompts"] = "meter_prompts"
+    labels: str
+    """Directory made by `megatrl meter label`."""
+    accuracy: Literal["log", "relative"] = "log"
+    """How a right completion's tokens to go are judged: by their logarithm, or by the relative error."""
+    tau: float = Field(default=1.0, gt=0)
+    """Scale of the error's logarithm; larger is milder. At 1 the accuracy is the smaller number over the larger."""
+    completion_weight: float = Field(default=0.5, gt=0, lt=1)
+    """Reward of the right completion alone; the accuracy of the number earns the rest up to 1."""
+    failure_earns_ttg_weight: bool = True
+    """A right failure earns 1; false gives it completion_weight only, so that failure is never the cheap guess."""
+
+    @property
+    def max_turns(self) -> int:
+        return 1
+
+
+EnvConfig = Annotated[
+    EvidenceHuntConfig | SwitchboardConfig | TextWorldConfig | MeterPromptsConfig, Field(discriminator="kind")
+]

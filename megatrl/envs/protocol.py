@@ -72,6 +72,19 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Pretokenized(Protocol):
+    """An environment whose task is a token sequence: the policy reads these ids, and no rendering of messages."""
+
+    @property
+    def opening_tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Of the tokenizer the ids belong to; another policy's is refused (`Renderer.fingerprint`)."""
+        ...
+
+
+@runtime_checkable
 class Demonstrator(Protocol):
     """An environment that can also act: used for demonstrations, meter data and tests.
 

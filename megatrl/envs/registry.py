@@ -3,10 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
-from megatrl.config.environments import EnvConfig, EvidenceHuntConfig, SwitchboardConfig, TextWorldConfig
+from megatrl.config.environments import (
+    EnvConfig,
+    EvidenceHuntConfig,
+    MeterPromptsConfig,
+    SwitchboardConfig,
+    TextWorldConfig,
+)
 from megatrl.data.prompts import PromptSource
 from megatrl.data.trajectories import Prompt
-from megatrl.envs import evidence_hunt, switchboard, textworld
+from megatrl.envs import evidence_hunt, meter_prompts, switchboard, textworld
 from megatrl.envs.protocol import Environment
 from megatrl.errors import ConfigError
 
@@ -32,6 +38,7 @@ _KINDS: Mapping[type, _Kind] = {
     SwitchboardConfig: _Kind(
         switchboard.Switchboard, switchboard.SwitchboardPrompts, switchboard.vocabulary, switchboard.oracle_plan
     ),
+    MeterPromptsConfig: _Kind(meter_prompts.MeterPrompts, meter_prompts.MeterPromptSource, meter_prompts.vocabulary),
     TextWorldConfig: _Kind(textworld.TextWorldEnvironment, textworld.TextWorldPrompts, textworld.vocabulary),
 }
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatrl.data.meter_labels import MeterLabel
 from megatrl.data.samples import FloatArray
 from megatrl.data.scores import Forecast
-from megatrl.meter.labels import MeterLabel
 
 
 def evaluate_forecasts(forecasts: Sequence[Forecast], labels: Sequence[MeterLabel]) -> dict[str, float]:

@@ -11,34 +11,38 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+from megatrl.data.meter_labels import Cut, LabeledState, MeterLabel, content_hash
 from megatrl.data.states import State, trajectory_states, transcript_end
 from megatrl.data.trajectories import Trajectory
 from megatrl.errors import ScoringError
 
+_END_OF_THOUGHT = "</think>"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeterLabel:
-    """The recorded outcome from one state on. `tokens_to_go` is None exactly where it failed."""
 
-    completion: bool
-    tokens_to_go: int | None
+class TextCodec(Protocol):
+    """The part of a Renderer that counts words."""
 
-    def __post_init__(self) -> None:
-        if self.completion != (self.tokens_to_go is not None):
-            raise ScoringError(f"label has completion={self.completion} but tokens_to_go={self.tokens_to_go}")
+    def encode(self, text: str) -> tuple[int, ...]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabeledState:
-    """One example of the meter: a state of a trajectory and what came of it."""
+class LabelRule:
+    """How a trajectory is labelled and how many of its states are kept. Spec 2.2."""
 
-    trajectory: Trajectory
-    state: State
-    label: MeterLabel
+    max_prefixes_per_trajectory: int = 16
+    truncated: Literal["fail", "drop"] = "fail"
+    cut: Literal["before_action", "after_action", "both"] = "before_action"
+    with_terminal: bool = False
+    """Also the state after the last action."""
+    balanced: bool = True
+    """As many successes as failures."""
+    success_threshold: float | None = None
+    """A trajectory succeeded from this score on; None takes what the run recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,74 +54,128 @@ class LabelSet:
 
     @property
     def content_hash(self) -> str:
-        """Hash of everything the examples say: tokens, cut points and labels."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            segment = example.trajectory.segments[example.state.segment_index]
-            tokens = np.asarray(segment.tokens + segment.trailing_observation_tokens, dtype=np.int64)
-            digest.update(repr((example.state, example.label)).encode())
-            digest.update(tokens[: example.state.length].tobytes())
-        return digest.hexdigest()[:16]
+        return content_hash(self.examples)
 
 
 def trajectory_labels(
-    trajectory: Trajectory, *, truncated: Literal["fail", "drop"] = "fail", with_terminal: bool = False
+    trajectory: Trajectory,
+    rule: LabelRule | None = None,
+    *,
+    domain: str = "",
+    action_lengths: Sequence[int] | None = None,
 ) -> tuple[LabeledState, ...]:
-    """A label for each state s_1..s_K, and after a_K `with_terminal`; () where the outcome is not known.
+    """A label for each state the rule asks for, in rising order; () where the outcome is not known.
 
     Tokens are those of the actions only, as recorded, end tokens included where they were sampled:
-    observations are not generated. A truncated episode counts as failed, or is dropped.
+    observations are not generated. `action_lengths` replaces them, one number for each turn. A truncated
+    episode counts as failed, or is dropped.
     """
+    rule = rule or LabelRule()
     if not trajectory.is_trainable or trajectory.termination.is_infrastructure_failure:
         return ()
     is_truncated = trajectory.termination.is_truncation
-    if is_truncated and truncated == "drop":
+    if is_truncated and rule.truncated == "drop":
         return ()
-    is_success = bool(trajectory.success) and not is_truncated
-    states = [state for state in trajectory_states(trajectory) if state.turn_index < trajectory.num_turns]
+    is_success = succeeded(trajectory, rule.success_threshold) and not is_truncated
+    lengths = action_lengths or [len(turn.action_tokens) for turn in trajectory.turns]
     remaining = [0]
-    for turn in reversed(trajectory.turns):
-        remaining.append(remaining[-1] + len(turn.action_tokens))
+    for length in reversed(lengths):
+        remaining.append(remaining[-1] + length)
     to_go = remaining[::-1]
-    if with_terminal:
-        states.append(transcript_end(trajectory))
     return tuple(
         LabeledState(
             trajectory=trajectory,
             state=state,
             label=MeterLabel(completion=is_success, tokens_to_go=to_go[state.turn_index] if is_success else None),
+            cut=cut,
+            domain=domain,
         )
-        for state in states
+        for cut, state in _cut_states(trajectory, rule)
     )
 
 
-def split_by_task(
-    trajectories: Iterable[Trajectory], *, validation_fraction: float, seed: int
-) -> tuple[tuple[Trajectory, ...], tuple[Trajectory, ...]]:
-    """(training, validation): all trajectories of a prompt fall on one side, whatever else is recorded.
+def succeeded(trajectory: Trajectory, threshold: float | None) -> bool:
+    """Whether a trajectory with a known outcome counts as a success."""
+    if threshold is None:
+        return bool(trajectory.success)
+    return trajectory.reward is not None and trajectory.reward >= threshold
 
-    The validation prompts are the first by hash of (seed, prompt id); with two prompts or more and a
+
+def states_after_actions(trajectory: Trajectory) -> tuple[State, ...]:
+    """The state after each action and before anything answered it, in order; turn_index counts the actions taken."""
+    states: list[State] = []
+    for segment_index, segment in enumerate(trajectory.segments):
+        length = 0
+        for turn in segment.turns:
+            length += len(turn.observation_tokens) + len(turn.action_tokens)
+            states.append(State(segment_index=segment_index, turn_index=len(states) + 1, length=length))
+    return tuple(states)
+
+
+def lengths_without_reasoning(trajectory: Trajectory, codec: TextCodec) -> list[int]:
+    """Action tokens of each turn without what was thought: the text after the last </think>, encoded on its own.
+
+    A turn that never stops thinking counts whole where no thought was opened, and not at all otherwise.
+    """
+    lengths: list[int] = []
+    for turn in trajectory.turns:
+        text = codec.decode(turn.action_tokens)
+        thought, closed, spoken = text.rpartition(_END_OF_THOUGHT)
+        if closed:
+            lengths.append(len(codec.encode(spoken)))
+        else:
+            lengths.append(0 if thought.lstrip().startswith("<think>") else len(turn.action_tokens))
+    return lengths
+
+
+def _cut_states(trajectory: Trajectory, rule: LabelRule) -> list[tuple[Cut, State]]:
+    states: list[tuple[Cut, State]] = []
+    if rule.cut != "after_action":
+        decisions = [s for s in trajectory_states(trajectory) if s.turn_index < trajectory.num_turns]
+        states += [("before_action", state) for state in decisions]
+    if rule.cut != "before_action":
+        states += [("after_action", s) for s in states_after_actions(trajectory) if s.turn_index < trajectory.num_turns]
+    if rule.with_terminal:
+        end = transcript_end(trajectory)
+        if rule.cut != "after_action":
+            states.append(("before_action", end))
+        if rule.cut != "before_action":
+            after_last = states_after_actions(trajectory)[-1]
+            # Where nothing followed the last action the two ends are one state.
+            states += [("after_action", after_last)] if ("before_action", after_last) not in states else []
+    return sorted(states, key=lambda item: (item[1].segment_index, item[1].length))
+
+
+def split_by_task(
+    trajectories: Iterable[Trajectory],
+    *,
+    validation_fraction: float,
+    seed: int,
+    task_of: Callable[[Trajectory], str] = lambda trajectory: trajectory.id.prompt_id,
+) -> tuple[tuple[Trajectory, ...], tuple[Trajectory, ...]]:
+    """(training, validation): all trajectories of a task fall on one side, whatever else is recorded.
+
+    The validation tasks are the first by hash of (seed, task); with two tasks or more and a
     fraction above 0, each side gets at least one.
     """
     trajectories = tuple(trajectories)
-    prompts = sorted({t.id.prompt_id for t in trajectories}, key=lambda prompt: _hash(seed, prompt))
-    count = round(validation_fraction * len(prompts))
-    if validation_fraction > 0 and len(prompts) > 1:
-        count = min(max(count, 1), len(prompts) - 1)
-    held_out = set(prompts[:count])
-    training = tuple(t for t in trajectories if t.id.prompt_id not in held_out)
-    validation = tuple(t for t in trajectories if t.id.prompt_id in held_out)
+    tasks = sorted({task_of(t) for t in trajectories}, key=lambda task: _hash(seed, task))
+    count = round(validation_fraction * len(tasks))
+    if validation_fraction > 0 and len(tasks) > 1:
+        count = min(max(count, 1), len(tasks) - 1)
+    held_out = set(tasks[:count])
+    training = tuple(t for t in trajectories if task_of(t) not in held_out)
+    validation = tuple(t for t in trajectories if task_of(t) in held_out)
     return training, validation
 
 
 def collect_labels(
     trajectories: Iterable[Trajectory],
+    rule: LabelRule | None = None,
     *,
-    max_prefixes_per_trajectory: int,
     seed: int,
-    truncated: Literal["fail", "drop"] = "fail",
-    balanced: bool = True,
-    with_terminal: bool = False,
+    domain_of: Callable[[Trajectory], str] = lambda trajectory: "",
+    action_lengths: Callable[[Trajectory], Sequence[int]] | None = None,
 ) -> LabelSet:
     """Labels of all trajectories, at most so many for each, with as many successes as failures.
 
@@ -127,21 +185,23 @@ def collect_labels(
 
     Raises ScoringError when no example is left.
     """
+    rule = rule or LabelRule()
     left_out: Counter[str] = Counter()
     kept: list[LabeledState] = []
     for trajectory in trajectories:
-        labels = trajectory_labels(trajectory, truncated=truncated, with_terminal=with_terminal)
+        lengths = action_lengths(trajectory) if action_lengths else None
+        labels = trajectory_labels(trajectory, rule, domain=domain_of(trajectory), action_lengths=lengths)
         if not labels:
             left_out["no_outcome_trajectories"] += 1
             continue
         rng = random.Random(f"{seed}/{trajectory.id}")
-        chosen = sorted(rng.sample(range(len(labels)), min(max_prefixes_per_trajectory, len(labels))))
+        chosen = sorted(rng.sample(range(len(labels)), min(rule.max_prefixes_per_trajectory, len(labels))))
         left_out["over_cap"] += len(labels) - len(chosen)
         kept += [labels[index] for index in chosen]
 
     rng = random.Random(f"{seed}/balance")
     rng.shuffle(kept)
-    if balanced:
+    if rule.balanced:
         counts = Counter(example.label.completion for example in kept)
         room = dict.fromkeys(counts, min(counts.values())) if len(counts) == 2 else dict(counts)
         balanced_examples: list[LabeledState] = []
@@ -167,6 +227,12 @@ def failure_cost(examples: Sequence[LabeledState]) -> float:
     if not numbers:
         raise ScoringError("no successful trajectory in the meter's training labels; its failure cost is undefined")
     return 1.25 * float(np.percentile(np.asarray(numbers, dtype=np.float64), 99))
+
+
+def failure_costs(examples: Sequence[LabeledState]) -> dict[str, float]:
+    """C of each domain with a success in it. A domain without one has no cost of its own."""
+    domains = sorted({e.domain for e in examples if e.label.tokens_to_go is not None})
+    return {domain: failure_cost([e for e in examples if e.domain == domain]) for domain in domains}
 
 
 def log_spaced_grid(
@@ -195,5 +261,5 @@ def _nearest_spellable(value: int, is_spellable: Callable[[int], bool]) -> int:
     raise ScoringError(f"the tokenizer can spell no number from 0 to {2 * value}; the meter could not answer")
 
 
-def _hash(seed: int, prompt_id: str) -> str:
-    return hashlib.sha256(f"{seed}/{prompt_id}".encode()).hexdigest()
+def _hash(seed: int, task: str) -> str:
+    return hashlib.sha256(f"{seed}/{task}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The meter's text: what is put around a history, how it answers, and how a free answer is parsed.
+"""The meter's text: what is put around a history, and the answers it can give.
 
     <header> <history, token by token as the policy saw it> <question> {"completion": 1, "tokens_to_go": 330}
 
@@ -10,10 +10,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from megatrl.data.meter_answer import answer_text
 from megatrl.data.meter_prompt import MeterAnswer, MeterPrompt
-from megatrl.data.scores import Forecast
 from megatrl.errors import ScoringError
 
 HEADER = "You estimate how much work an agent still has to do.\n\n"
@@ -21,8 +21,6 @@ QUESTION = (
     "\n\nWill the agent complete the task from here, and how many tokens will it still generate? "
     'Reply with JSON only: {"completion": 0|1, "tokens_to_go": integer or null}\n'
 )
-MAX_TOKENS_TO_GO = 1e12
-"""A larger number in a free answer is nonsense (and may not fit a float): the answer is invalid."""
 
 
 class MeterCodec(Protocol):
@@ -44,9 +42,8 @@ class MeterText:
     question: str = QUESTION
 
 
-def answer_text(*, completion: bool, tokens_to_go: int | None) -> str:
-    """The JSON that the meter is trained to answer."""
-    return json.dumps({"completion": int(completion), "tokens_to_go": tokens_to_go if completion else None})
+COMPACT = MeterText(header="", question="forecast")
+"""For word-level tokenizers, which know no sentences."""
 
 
 def can_answer(codec: MeterCodec, tokens_to_go: int) -> bool:
@@ -84,44 +81,20 @@ def build_meter_prompt(codec: MeterCodec, grid: Sequence[int], text: MeterText |
     )
 
 
+def meter_text(codec: MeterCodec) -> MeterText:
+    """The full text where the tokenizer can spell it, else the few words that every tiny tokenizer knows.
+
+    Raises ScoringError where it can spell neither.
+    """
+    for text in (MeterText(), COMPACT):
+        if all(_is_spellable(codec, part) for part in (text.header, text.question)):
+            return text
+    raise ScoringError(
+        f"the tokenizer {codec.fingerprint} can spell neither the meter's question nor {COMPACT.question!r}; "
+        "choose a model whose tokenizer knows English"
+    )
+
+
 def _is_spellable(codec: MeterCodec, text: str) -> bool:
     """True where decoding gives the text back, up to white space."""
     return "".join(codec.decode(codec.encode(text)).split()) == "".join(text.split())
-
-
-def parse_answer(text: str) -> Forecast:
-    """The forecast in a freely decoded answer: its last syntactically valid flat JSON object.
-
-    `completion` must be 0, 1 or a bool; with 1, `tokens_to_go` must be a finite number >= 0 and not a
-    bool; with 0 the number is ignored. Anything else is an invalid forecast, never an exception.
-    """
-    answer = _last_flat_object(text)
-    invalid = Forecast(is_valid=False)
-    if answer is None:
-        return invalid
-    completion = answer.get("completion")
-    if not isinstance(completion, int) or completion not in (0, 1):  # a bool is an int
-        return invalid
-    if not completion:
-        return Forecast(is_valid=True)
-    tokens = answer.get("tokens_to_go")
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 <= tokens <= MAX_TOKENS_TO_GO:
-        return invalid
-    return Forecast(is_valid=True, completion=True, completion_prob=1.0, tokens_to_go=float(tokens))
-
-
-def _last_flat_object(text: str) -> dict[str, Any] | None:
-    """The last {...} without braces inside that is a JSON object of plain values."""
-    end = text.rfind("}")
-    while end >= 0:
-        start = text.rfind("{", 0, end)
-        if start < 0:
-            return None
-        try:
-            value = json.loads(text[start : end + 1])
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict) and not any(isinstance(item, (dict, list)) for item in value.values()):
-            return value
-        end = text.rfind("}", 0, end)
-    return None

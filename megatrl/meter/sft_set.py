@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatrl.data.meter_labels import LabeledState
 from megatrl.data.meter_prompt import MeterPrompt
 from megatrl.data.samples import TrainingSample
 from megatrl.data.states import shortened_history
 from megatrl.errors import ScoringError
-from megatrl.meter.labels import LabeledState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from megatrl.envs.registry import prompt_source
 from megatrl.errors import ScoringError
 from megatrl.meter.evaluation import evaluate_forecasts
 from megatrl.meter.frozen import freeze_meter
-from megatrl.meter.labels import collect_labels, failure_cost, log_spaced_grid, split_by_task, trajectory_labels
+from megatrl.meter.labels import LabelRule, collect_labels, failure_cost, log_spaced_grid, split_by_task, trajectory_labels
 from megatrl.meter.prompt import MeterText, build_meter_prompt, can_answer
 from megatrl.meter.sft_set import build_sft_set
 from megatrl.orchestration.actor_group import ActorGroup
@@ -64,9 +64,12 @@ def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cl
     training, validation = split_by_task(trajectories, validation_fraction=_VALIDATION_FRACTION, seed=recipe.seed)
     labels = collect_labels(
         training,
-        max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory,
+        LabelRule(
+            max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory,
+            with_terminal=_is_asked_at_the_end(recipe.credit),
+        ),
         seed=recipe.seed,
-        with_terminal=_is_asked_at_the_end(recipe.credit),
+        domain_of=lambda trajectory: recipe.env.kind,
     )
     cost = failure_cost(labels.examples)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)

@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatrl.data.meter_labels import MeterLabel
 from megatrl.data.scores import Forecast
 from megatrl.meter.evaluation import (
     area_under_curve,
@@ -11,7 +12,7 @@ from megatrl.meter.evaluation import (
     pearson,
     spearman,
 )
-from megatrl.meter.labels import MeterLabel, trajectory_labels
+from megatrl.meter.labels import trajectory_labels
 from tests.fakes.frozen_models import make_trajectory
 
 

@@ -2,10 +2,11 @@ from collections import Counter
 
 import pytest
 
+from megatrl.data.meter_labels import MeterLabel
 from megatrl.data.trajectories import Termination
 from megatrl.errors import ScoringError
 from megatrl.meter.labels import (
-    MeterLabel,
+    LabelRule,
     collect_labels,
     failure_cost,
     log_spaced_grid,
@@ -20,7 +21,7 @@ def episode(lengths=(2, 3, 1), **options):
 
 
 def labels(trajectory, **options):
-    return [(e.label.completion, e.label.tokens_to_go) for e in trajectory_labels(trajectory, **options)]
+    return [(e.label.completion, e.label.tokens_to_go) for e in trajectory_labels(trajectory, LabelRule(**options))]
 
 
 def test_a_success_counts_the_action_tokens_still_to_come_and_no_observation():
@@ -50,7 +51,7 @@ def test_an_infrastructure_failure_says_nothing(termination):
 def test_the_end_of_the_transcript_is_labelled_only_when_asked_for():
     trajectory = episode(trailing=(9,))
     assert [e.state.length for e in trajectory_labels(trajectory)] == [2, 6, 11]
-    terminal = trajectory_labels(trajectory, with_terminal=True)[-1]
+    terminal = trajectory_labels(trajectory, LabelRule(with_terminal=True))[-1]
     assert (terminal.label, terminal.state.length) == (MeterLabel(completion=True, tokens_to_go=0), 13)
 
 
@@ -75,7 +76,7 @@ def test_a_small_split_still_holds_something_on_both_sides():
 def test_prefixes_are_capped_for_each_trajectory_and_classes_are_equalised():
     long_failures = [episode((1,) * 30, reward=0.0, index=n) for n in range(4)]
     short_successes = [episode((4, 4), index=10 + n) for n in range(4)]
-    chosen = collect_labels([*long_failures, *short_successes], max_prefixes_per_trajectory=5, seed=3)
+    chosen = collect_labels([*long_failures, *short_successes], LabelRule(max_prefixes_per_trajectory=5), seed=3)
     counts = Counter(e.label.completion for e in chosen.examples)
     assert counts == {True: 8, False: 8}
     assert chosen.left_out == {"over_cap": 100, "balance": 12}
@@ -87,17 +88,17 @@ def test_prefixes_are_capped_for_each_trajectory_and_classes_are_equalised():
 
 def test_the_same_seed_gives_the_same_examples_and_hash():
     trajectories = [episode((1,) * 9, reward=float(n % 2), index=n) for n in range(6)]
-    first = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=3)
-    again = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=3)
-    other = collect_labels(trajectories, max_prefixes_per_trajectory=4, seed=4)
+    first = collect_labels(trajectories, LabelRule(max_prefixes_per_trajectory=4), seed=3)
+    again = collect_labels(trajectories, LabelRule(max_prefixes_per_trajectory=4), seed=3)
+    other = collect_labels(trajectories, LabelRule(max_prefixes_per_trajectory=4), seed=4)
     assert first.content_hash == again.content_hash != other.content_hash
 
 
 def test_one_class_alone_is_kept_whole_and_nothing_at_all_is_an_error():
-    only = collect_labels([episode()], max_prefixes_per_trajectory=16, seed=0)
+    only = collect_labels([episode()], LabelRule(max_prefixes_per_trajectory=16), seed=0)
     assert len(only.examples) == 3
     with pytest.raises(ScoringError, match="no trajectory gave the meter a label"):
-        collect_labels([episode(reward=None)], max_prefixes_per_trajectory=16, seed=0)
+        collect_labels([episode(reward=None)], LabelRule(max_prefixes_per_trajectory=16), seed=0)
 
 
 def test_the_failure_cost_is_five_quarters_of_the_99th_percentile():
@@ -113,4 +114,4 @@ def test_the_grid_is_even_in_the_logarithm_and_spans_the_labels():
     assert log_spaced_grid(examples, size=7, is_spellable={0, 1, 3, 5, 50, 100}.__contains__) == (1, 3, 5, 50)
     with pytest.raises(ScoringError, match="can spell no number"):
         log_spaced_grid(examples, size=7, is_spellable=lambda value: False)
-    assert log_spaced_grid(trajectory_labels(episode(), with_terminal=True), size=3)[0] == 0
+    assert log_spaced_grid(trajectory_labels(episode(), LabelRule(with_terminal=True)), size=3)[0] == 0

@@ -3,10 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatrl.data.meter_answer import answer_text, parse_answer
 from megatrl.data.meter_prompt import MeterPrompt
 from megatrl.errors import ScoringError
 from megatrl.meter.labels import trajectory_labels
-from megatrl.meter.prompt import MeterText, answer_text, build_meter_prompt, can_answer, parse_answer
+from megatrl.meter.prompt import MeterText, build_meter_prompt, can_answer
 from megatrl.meter.sft_set import build_sft_set
 from tests.fakes.frozen_models import WordCodec, make_trajectory
 

@@ -13,8 +13,8 @@ from megatrl.checkpoint.tiny_model import make_tiny  # noqa: E402
 from megatrl.config.engines import TinyModel  # noqa: E402
 from megatrl.config.environments import EvidenceHuntConfig, TextWorldConfig  # noqa: E402
 from megatrl.config.model_shape import read_model_shape, tiny_model_shape  # noqa: E402
+from megatrl.data.meter_answer import answer_text  # noqa: E402
 from megatrl.errors import CheckpointError, ConfigError  # noqa: E402
-from megatrl.meter.prompt import answer_text  # noqa: E402
 from megatrl.rendering.renderer import load_renderer  # noqa: E402
 
 ENV = EvidenceHuntConfig(num_hops=3, max_turns=6)
