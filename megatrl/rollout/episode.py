@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -11,9 +11,9 @@ from megatrl.config.credit import RewardConfig
 from megatrl.config.engines import RolloutConfig
 from megatrl.data.messages import Action, Message
 from megatrl.data.trajectories import FinishReason, Segment, Termination, Trajectory, TrajectoryId, Turn
-from megatrl.envs.protocol import Environment, StepResult
+from megatrl.envs.protocol import Environment, Pretokenized, StepResult
 from megatrl.envs.tools import cut_to_tokens
-from megatrl.errors import DeadlineError, MegatrlError, RolloutError
+from megatrl.errors import DeadlineError, EnvironmentFault, MegatrlError, RolloutError
 from megatrl.rendering.renderer import Renderer
 from megatrl.rendering.tool_calls import parse_action
 from megatrl.rollout import environment_calls
@@ -157,8 +157,20 @@ class _Episode:
     async def _open(self, draft: _Draft) -> str:
         opening = await environment_calls.start(self.env)
         draft.messages += opening
-        draft.observation = self.renderer.initial(opening, self.env.tools)
+        draft.observation = self._opening_tokens(opening)
         return self.env.observation_key
+
+    def _opening_tokens(self, opening: Sequence[Message]) -> tuple[int, ...]:
+        """The first prompt: rendered, or the environment's own ids where they are of the policy's tokenizer."""
+        env = self.env
+        if not isinstance(env, Pretokenized):
+            return self.renderer.initial(opening, env.tools)
+        if env.tokenizer_fingerprint != self.renderer.fingerprint:
+            raise EnvironmentFault(
+                f"the task's token ids are of tokenizer {env.tokenizer_fingerprint}, the policy's is "
+                f"{self.renderer.fingerprint}; they would mean other words"
+            )
+        return env.opening_tokens
 
     async def _sample(self, draft: _Draft, room: int) -> Sample:
         sampling = self.limits.sampling
