@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megatrl.errors import ModelError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PACKED = re.compile(r"^(?P<experts>.*\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)$")
 
 
@@ -76,6 +78,17 @@ class SafetensorsReader:
             raise ModelError(
                 f"{self._directory / place.file} holds no readable {place.stored}: {error}; fetch the directory again"
             ) from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor without reading it."""
+        place = self._places[name]
+        text = self._file(place.file).get_slice(place.stored).get_dtype()
+        if text not in _DTYPES:
+            raise ModelError(
+                f"{self._directory / place.file}: {place.stored} is {text}; readable are {', '.join(_DTYPES)}. "
+                "Quantized weights have to be unpacked first"
+            )
+        return _DTYPES[text]
 
     def _locate(self) -> dict[str, str]:
         """Stored name -> file, after comparing the index with the files both ways."""
