@@ -67,6 +67,12 @@ def _flatten_segment(
         behavior[span] = turn.behavior_logprobs
         advantage[span] = turn_advantages
         position = span.stop
+    experts = segment.routed_experts
+    if experts is not None and (experts[:-1] < 0).any():
+        raise TrajectoryError(
+            f"trajectory {trajectory.id} segment {index}: the expert choices of token "
+            f"{int((experts[:-1] < 0).any(axis=(1, 2)).argmax())} of {len(tokens)} were not recorded"
+        )
     if action_mask[0]:
         raise TrajectoryError(
             f"trajectory {trajectory.id} segment {index} begins with an action; it needs an observation"
@@ -79,4 +85,5 @@ def _flatten_segment(
         behavior_logprobs=behavior,
         advantages=advantage,
         reference_logprobs=reference_logprobs,
+        routed_experts=experts,
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatrl.batching.bins import balanced_bins
 from megatrl.config.credit import LossConfig
+from megatrl.data.routed_experts import UNRECORDED, ExpertArray
 from megatrl.data.samples import FloatArray, Microbatch, Minibatch, PackedBatch, TrainingSample
 from megatrl.data.trajectories import TrajectoryId
 from megatrl.errors import EmptyBatchError, TrajectoryError
@@ -92,6 +93,7 @@ def _denominator(members: Sequence[TrainingSample], num_sequences: int, loss: Lo
 
 def _microbatch(members: Sequence[int], samples: Sequence[TrainingSample], weights: Sequence[FloatArray]) -> Microbatch:
     names = ["advantages", "behavior_logprobs"]
+    experts = _routed_experts(members, samples)
     if samples[0].reference_logprobs is not None:
         names.append("reference_logprobs")
     if not members:  # a weightless filler keeps this rank in step with the others
@@ -101,6 +103,7 @@ def _microbatch(members: Sequence[int], samples: Sequence[TrainingSample], weigh
             action_mask=np.zeros(1, dtype=np.bool_),
             per_token={name: np.zeros(1) for name in [*names, "loss_weights"]},
             sample_indices=(-1,),
+            routed_experts=experts,
         )
     chosen = [samples[i] for i in members]
     per_token = {name: np.concatenate([getattr(sample, name) for sample in chosen]) for name in names}
@@ -111,7 +114,24 @@ def _microbatch(members: Sequence[int], samples: Sequence[TrainingSample], weigh
         action_mask=np.concatenate([sample.action_mask for sample in chosen]),
         per_token=per_token,
         sample_indices=tuple(members),
+        routed_experts=experts,
     )
+
+
+def _routed_experts(members: Sequence[int], samples: Sequence[TrainingSample]) -> ExpertArray | None:
+    """Expert choices of a microbatch, [T, layers, top-k]; a filler's one token routes freely."""
+    recorded = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if not recorded:
+        return None
+    if len(recorded) != len(samples):
+        raise TrajectoryError(
+            f"{len(recorded)} of {len(samples)} samples have routed_experts; a batch replays all of them or none"
+        )
+    if len({(array.shape[1:], array.dtype) for array in recorded}) != 1:
+        raise TrajectoryError("the samples' routed_experts differ in layers, top-k or type; they are of several models")
+    if not members:
+        return np.full_like(recorded[0][:1], UNRECORDED)
+    return np.concatenate([recorded[i] for i in members])
 
 
 def attach_old_logprobs(batch: PackedBatch, old_logprobs: Mapping[int, FloatArray]) -> PackedBatch:

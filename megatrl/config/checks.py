@@ -22,6 +22,7 @@ from megatrl.config.engine_checks import (
 )
 from megatrl.config.environments import TextWorldConfig
 from megatrl.config.recipe import NoMeter, Recipe, TrainedMeter
+from megatrl.config.router_checks import check_expert_bias, check_load_balancing, check_router_model
 from megatrl.config.violations import Problem
 
 Check = Callable[[Recipe], Iterator[Problem]]
@@ -229,4 +230,7 @@ CHECKS: tuple[Check, ...] = (
     check_chat_format,
     check_context_fits_model,
     check_selection_rounds,
+    check_router_model,
+    check_load_balancing,
+    check_expert_bias,
 )

@@ -124,6 +124,7 @@ OWNED_SGLANG_ARGUMENTS: Mapping[str, str] = {
     "mem_fraction_static": "rollout.servers.mem_fraction_static",
     "weight_version": "the publisher",
     "random_seed": "seed",
+    "enable_return_routed_experts": "actor.router.replay",
     **dict.fromkeys(("host", "port", "nccl_port", "dp_size", "nnodes", "node_rank", "use_ray"), "the launcher"),
     **dict.fromkeys(("skip_tokenizer_init", "skip_server_warmup"), "the launcher"),
 }
@@ -163,7 +164,7 @@ def check_tiny_model(recipe: Recipe) -> Iterator[Problem]:
 
 def check_layout_fits(recipe: Recipe) -> Iterator[Problem]:
     """Parallel degrees divide the processes and the model."""
-    shape = _shape(recipe)
+    shape = shape_of_recipe(recipe)
     if shape is None:  # the files are not here; check_model_files says so
         return
     for sentence in check_layout(recipe.actor.layout, shape):
@@ -176,7 +177,8 @@ def check_layout_fits(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _shape(recipe: Recipe) -> ModelShape | None:
+def shape_of_recipe(recipe: Recipe) -> ModelShape | None:
+    """Returns the shape of the recipe's model; None where its files are not here (check_model_files says so)."""
     if isinstance(recipe.model, TinyModel):
         return tiny_model_shape(recipe.model, vocab_size=1)  # no rule of the layout depends on the vocabulary
     try:
@@ -187,7 +189,7 @@ def _shape(recipe: Recipe) -> ModelShape | None:
 
 def check_chat_format(recipe: Recipe) -> Iterator[Problem]:
     """The model's vocabulary has the special tokens of the chat format."""
-    shape, is_tiny = _shape(recipe), isinstance(recipe.model, TinyModel)
+    shape, is_tiny = shape_of_recipe(recipe), isinstance(recipe.model, TinyModel)
     if shape is None:
         return
     is_llama, is_llama_chat = shape.family == "llama3", recipe.rollout.chat_format == "llama3"
@@ -202,7 +204,7 @@ def check_chat_format(recipe: Recipe) -> Iterator[Problem]:
 
 def check_server_degree(recipe: Recipe) -> Iterator[Problem]:
     """SGLang splits attention heads over its devices."""
-    shape, degree = _shape(recipe), recipe.rollout.servers.tensor
+    shape, degree = shape_of_recipe(recipe), recipe.rollout.servers.tensor
     if shape is not None and shape.num_heads % degree:
         yield Problem(
             paths=("rollout.servers.tensor",),
@@ -213,7 +215,7 @@ def check_server_degree(recipe: Recipe) -> Iterator[Problem]:
 
 def check_context_fits_model(recipe: Recipe) -> Iterator[Problem]:
     """The model knows as many positions as a trajectory may have, and the few that SGLang keeps for itself."""
-    shape = _shape(recipe)
+    shape = shape_of_recipe(recipe)
     if shape is None:
         return
     most = shape.max_positions - SERVER_MARGIN_TOKENS

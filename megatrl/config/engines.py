@@ -63,8 +63,25 @@ class OptimizerConfig(Section):
     clip_grad_norm: float = Field(default=1.0, gt=0)
 
 
+class RouterConfig(Section):
+    """The router of a mixture model in training. See docs/routing-replay.md."""
+
+    replay: bool = False
+    """Servers record which experts they chose; old logprobs and updates use the same ones."""
+    precision: Literal["fp32", "model"] = "fp32"
+    """Of the router's scores. `model` rounds them as transformers and SGLang do in bf16."""
+    load_balancing: Literal["none", "sequence", "global"] = "none"
+    """Auxiliary loss on expert loads, of each sequence or of the whole minibatch."""
+    load_balancing_coefficient: float = Field(default=0.0, ge=0)
+    z_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the mean over tokens of logsumexp(router scores) squared."""
+    expert_bias_update_rate: float = Field(default=0.0, ge=0)
+    """Auxiliary-loss-free balancing; 0 is off. Refused for models that cannot store the bias: all so far."""
+
+
 class ActorConfig(Section):
     layout: LayoutConfig = LayoutConfig()
+    router: RouterConfig = RouterConfig()
     precision: Precision = "bf16"
     device: Literal["cpu", "cuda"] = "cuda"
     optimizer: OptimizerConfig = OptimizerConfig()

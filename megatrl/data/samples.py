@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from megatrl.data.routed_experts import ExpertArray
 from megatrl.data.trajectories import TrajectoryId
 from megatrl.errors import TrajectoryError
 
@@ -30,6 +31,7 @@ class TrainingSample:
     advantages: FloatArray  # [T] 0 outside action_mask
     reference_logprobs: FloatArray | None = None  # [T] only where a KL term needs them
     loss_weights: FloatArray | None = None  # [T] None means 1 at each action token
+    routed_experts: ExpertArray | None = None  # [T, layers, top-k] as the server chose; the last row may be -1
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -40,6 +42,7 @@ class TrainingSample:
                     f"sample of {self.trajectory_id} segment {self.segment_index}: {name} has shape "
                     f"{array.shape}, tokens has length {length}"
                 )
+        _check_routed_experts(self.routed_experts, length, f"sample of {self.trajectory_id}")
 
     @property
     def num_action_tokens(self) -> int:
@@ -62,6 +65,9 @@ class Microbatch:
     loss_weights. A name is present in every microbatch of a batch or in none."""
     sample_indices: tuple[int, ...] = ()
     """Index into the batch's samples of each sequence; -1 for padding sequences."""
+    routed_experts: ExpertArray | None = None
+    """[T, layers, top-k], present in every microbatch of a batch or in none. Rows of -1 route freely: the last
+    token of each sequence (nothing is predicted from it that is trained) and fillers."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -70,6 +76,7 @@ class Microbatch:
         for name, array in {"action_mask": self.action_mask, **self.per_token}.items():
             if array.shape != (length,):
                 raise TrajectoryError(f"microbatch {name} has shape {array.shape}, tokens has length {length}")
+        _check_routed_experts(self.routed_experts, length, "microbatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +106,11 @@ class PackedBatch:
     @property
     def num_action_tokens(self) -> int:
         return sum(sample.num_action_tokens for sample in self.samples)
+
+
+def _check_routed_experts(experts: ExpertArray | None, length: int, owner: str) -> None:
+    if experts is not None and (experts.ndim != 3 or len(experts) != length):
+        raise TrajectoryError(
+            f"{owner}: routed_experts has shape {experts.shape}, tokens has length {length}; "
+            "expected [tokens, layers, top-k]"
+        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megatrl.data.routed_experts import ExpertArray, RoutedExperts, concatenated
 from megatrl.errors import TrajectoryError
 
 
@@ -70,6 +71,9 @@ class Turn:
     is_tool_call: bool = False  # False for a final answer, a malformed call or plain text
     observation_key: str = ""  # anchor text of the state acted in (GiGPO, HGPO); never trained
     penalty: float = 0.0  # >= 0, subtracted from this turn's row (invalid action), 0 when valid
+    routed_experts: RoutedExperts | None = None
+    """The server's expert choices for the observation and the action tokens, in order; None where it did not
+    record. The last action token was not processed yet: its row is unrecorded unless a later turn filled it in."""
 
     def __post_init__(self) -> None:
         if len(self.behavior_logprobs) != len(self.action_tokens):
@@ -83,6 +87,12 @@ class Turn:
                     f"behavior_logprobs[{position}] is {logprob!r}; a logprob is finite and <= 0. "
                     "Check the server's numerics (dtype, temperature) before training on its samples"
                 )
+        num_tokens = len(self.observation_tokens) + len(self.action_tokens)
+        if self.routed_experts is not None and self.routed_experts.num_tokens != num_tokens:
+            raise TrajectoryError(
+                f"turn has {num_tokens} tokens but routed_experts for {self.routed_experts.num_tokens}; "
+                "the rollout server must return one row for each"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +116,21 @@ class Segment:
     @property
     def num_action_tokens(self) -> int:
         return sum(len(turn.action_tokens) for turn in self.turns)
+
+    @property
+    def routed_experts(self) -> ExpertArray | None:
+        """Expert choices [T, layers, top-k] aligned with `tokens`; None where no turn has them.
+
+        Raises TrajectoryError where only some turns have them.
+        """
+        parts = [turn.routed_experts for turn in self.turns if turn.routed_experts is not None]
+        if not parts:
+            return None
+        if len(parts) != len(self.turns):
+            raise TrajectoryError(
+                f"{len(parts)} of the {len(self.turns)} turns of a segment have routed_experts; all or none must"
+            )
+        return concatenated(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

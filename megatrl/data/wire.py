@@ -2,13 +2,17 @@
 
 The dataclasses are the schema. A line holds every field of each of them, by name; a field more, a
 field less or a value of another type is refused with the file and line. JSON has no NaN or infinity,
-so where a float field holds one it is written as the text "NaN", "Infinity" or "-Infinity".
+so where a float field holds one it is written as the text "NaN", "Infinity" or "-Infinity". Bytes
+are written as base64 of their zlib form.
 """
 
+import base64
+import binascii
 import json
 import math
 import types
 import typing
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -22,8 +26,11 @@ from megatrl.data.scores import AnswerScore, MeterScore, Scores
 from megatrl.data.trajectories import PromptGroup, TrajectoryId
 from megatrl.errors import TrajectoryError
 
-WIRE_VERSION = 1
-"""Raised whenever a field of a stored dataclass is added, removed or changes its meaning."""
+WIRE_VERSION = 2
+"""Raised whenever a field of a stored dataclass is added, removed or changes its meaning.
+
+Version 1 lacks `routed_experts` of a turn and is still read.
+"""
 
 Decoded = TypeVar("Decoded")
 
@@ -130,15 +137,28 @@ def decode_record(line: str, *, where: str) -> GroupRecord:
     if not isinstance(body, dict):
         raise TrajectoryError(f"{where}: expected a JSON object, found {type(body).__name__}")
     version = body.pop("version", None)
-    if version != WIRE_VERSION or isinstance(version, bool):
+    if version not in (1, WIRE_VERSION) or isinstance(version, bool):
         raise TrajectoryError(
-            f"{where}: wire version {version!r}; this megatrl reads version {WIRE_VERSION}. "
+            f"{where}: wire version {version!r}; this megatrl reads versions 1 and {WIRE_VERSION}. "
             "Read the file with the megatrl that wrote it"
         )
     try:
+        if version == 1:
+            _upgrade_from_1(body)
         return _decode(GroupRecord, body, "record")
     except TrajectoryError as error:
         raise TrajectoryError(f"{where}: {error.message}") from error
+
+
+def _upgrade_from_1(body: dict[str, Any]) -> None:
+    """Gives each turn of a version 1 body its missing `routed_experts`; the shape is checked afterwards."""
+    try:
+        for trajectory in body["group"]["trajectories"]:
+            for segment in trajectory["segments"]:
+                for turn in segment["turns"]:
+                    turn.setdefault("routed_experts", None)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TrajectoryError(f"record is not a group of trajectories ({type(error).__name__}: {error})") from error
 
 
 def decode_lines(lines: Iterator[bytes], *, path: str, torn: TornLines | None = None) -> Iterator[GroupRecord]:
@@ -195,6 +215,8 @@ def _encode(value: Any, *, is_plain: bool = False) -> Any:
         if all(type(item) is int for item in value) or _are_finite_floats(value):
             return value  # tokens and logprobs: nearly all of a file
         return [_encode(item, is_plain=is_plain) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(zlib.compress(value)).decode("ascii")
     if isinstance(value, Mapping):
         return {_encode_key(key): _encode(item, is_plain=is_plain) for key, item in value.items()}
     if is_dataclass(value):
@@ -245,6 +267,8 @@ def _decode(kind: Any, value: Any, path: str) -> Any:
         return _decode_dataclass(typing.cast("type[Any]", kind), value, path)
     if kind is float:
         return _decode_float(value, path)
+    if kind is bytes:
+        return _decode_bytes(value, path)
     if isinstance(kind, type) and issubclass(kind, Enum):
         try:
             return kind(value)
@@ -282,6 +306,13 @@ def _decode_float(value: Any, path: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TrajectoryError(f"{path} should be a float, found {value!r:.80}")
     return float(value)
+
+
+def _decode_bytes(value: Any, path: str) -> bytes:
+    try:
+        return zlib.decompress(base64.b64decode(_expect(str, value, path), validate=True))
+    except (binascii.Error, zlib.error) as error:
+        raise TrajectoryError(f"{path} is not base64 of zlib data ({error})") from error
 
 
 def _expect(kind: type[Decoded], value: Any, path: str) -> Decoded:

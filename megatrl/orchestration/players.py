@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from megatrl.config.engine_checks import shape_of_recipe
 from megatrl.config.recipe import Recipe
 from megatrl.data.trajectories import Prompt, PromptGroup
 from megatrl.envs.registry import make_environment
@@ -67,7 +68,11 @@ def policy_player(
         reward=recipe.reward,
         renderer=renderer,
         make_environment=partial(make_environment, recipe.env),
-        samplers=ServerSamplers(lambda: urls, vocab_size=renderer.vocab_size),
+        samplers=ServerSamplers(
+            lambda: urls,
+            vocab_size=renderer.vocab_size,
+            routed_shape=shape_of_recipe(recipe) if recipe.actor.router.replay else None,
+        ),
         group_size=group_size,
         seed=recipe.seed,
         temperature=temperature,

@@ -11,6 +11,7 @@ from typing import Self
 import aiohttp
 import orjson
 
+from megatrl.config.model_shape import ModelShape
 from megatrl.errors import RolloutError, ServerRejectedError
 from megatrl.rollout.control import error_text
 from megatrl.rollout.replies import check_request, read_reply, request_body
@@ -49,11 +50,13 @@ class SGLangSampler:
     refuses connections is taken out until the next `async with`; its requests move to the others.
     """
 
-    def __init__(self, urls: Sequence[str], *, vocab_size: int) -> None:
+    def __init__(self, urls: Sequence[str], *, vocab_size: int, routed_shape: ModelShape | None = None) -> None:
+        """With `routed_shape`, a mixture model's, every sample brings its tokens' expert choices."""
         if not urls:
             raise RolloutError("SGLangSampler needs the URL of at least one server")
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         self._vocab_size = vocab_size
+        self._routed_shape = routed_shape
         self._homes: dict[str, _Server] = {}
         self._session: aiohttp.ClientSession | None = None
         self._aborts: set[asyncio.Task[None]] = set()
@@ -120,7 +123,8 @@ class SGLangSampler:
         rid = uuid.uuid4().hex
         server.num_running += 1
         try:
-            status, body = await self._post(server, "/generate", request_body(request, rid))
+            content = request_body(request, rid, record_routing=self._routed_shape is not None)
+            status, body = await self._post(server, "/generate", content)
         except asyncio.CancelledError:
             self._abort_later(server, rid)
             raise
@@ -131,7 +135,7 @@ class SGLangSampler:
         if status != 200:
             server.last_error = f"HTTP {status}: {error_text(_text(body))}"
             raise RolloutError(f"{server.url} failed a request: {server.last_error}")
-        return read_reply(body, request, rid, self._vocab_size)
+        return read_reply(body, request, rid, self._vocab_size, routed_shape=self._routed_shape)
 
     async def _post(self, server: _Server, path: str, body: bytes) -> tuple[int, bytes]:
         if self._session is None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megatrl.config.credit import RewardConfig
 from megatrl.config.engines import RolloutConfig
+from megatrl.config.model_shape import ModelShape
 from megatrl.data.trajectories import Prompt, PromptGroup, Termination, Trajectory, TrajectoryId
 from megatrl.envs.protocol import Demonstrator, Environment
 from megatrl.errors import EnvironmentFault, MegatrlError, RolloutError, ServerRejectedError
@@ -38,14 +39,21 @@ class SamplerSource(Protocol):
 class ServerSamplers:
     """All episodes share one client of the rollout servers."""
 
-    def __init__(self, urls: Callable[[], Sequence[str]], *, vocab_size: int) -> None:
-        """`urls` is asked at each collect: servers may have been restarted elsewhere."""
+    def __init__(
+        self, urls: Callable[[], Sequence[str]], *, vocab_size: int, routed_shape: ModelShape | None = None
+    ) -> None:
+        """`urls` is asked at each collect: servers may have been restarted elsewhere.
+
+        With `routed_shape`, a mixture model's, the tokens' expert choices are recorded.
+        """
         self._urls = urls
         self._vocab_size = vocab_size
+        self._routed_shape = routed_shape
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SamplerForEpisode]:
-        async with SGLangSampler(self._urls(), vocab_size=self._vocab_size) as sampler:
+        client = SGLangSampler(self._urls(), vocab_size=self._vocab_size, routed_shape=self._routed_shape)
+        async with client as sampler:
             yield lambda env, id, policy_version: sampler
 
 

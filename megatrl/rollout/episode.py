@@ -184,6 +184,7 @@ class _Episode:
             sampling_seed=sampling_seed(self.seed, self.id, len(draft.turns)),
             deadline_s=min(self.limits.servers.request_timeout_s, max(0.001, self.deadline - time.monotonic())),
             routing_key=str(self.id),
+            first_routed=max(0, len(draft.tokens) - 1),
         )
         try:
             sample = await self.sampler.sample(request)
@@ -198,6 +199,13 @@ class _Episode:
         return sample
 
     def _add_turn(self, draft: _Draft, sample: Sample, action: Action, observation_key: str) -> None:
+        experts = sample.routed_experts
+        if experts is not None and draft.turns:
+            # The last token of the previous action was processed only now: the reply begins with its choices.
+            previous = draft.turns[-1]
+            if previous.routed_experts is not None:
+                draft.turns[-1] = replace(previous, routed_experts=previous.routed_experts.with_last_of(experts))
+            experts = experts.without_first()
         turn = Turn(
             observation_tokens=draft.observation,
             action_tokens=sample.output_ids,
@@ -206,6 +214,7 @@ class _Episode:
             finish_reason=sample.finish_reason,
             is_tool_call=bool(action.tool_calls),
             observation_key=observation_key,
+            routed_experts=None if experts is None else experts.with_unrecorded_end(),
         )
         draft.turns.append(turn)
         draft.tokens += turn.observation_tokens + turn.action_tokens

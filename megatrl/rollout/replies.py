@@ -1,10 +1,15 @@
 """Bodies of SGLang's /generate: written from a SampleRequest, read into a Sample with every doubt raised."""
 
+import base64
+import binascii
 import math
 from typing import Any
 
+import numpy as np
 import orjson
 
+from megatrl.config.model_shape import ModelShape
+from megatrl.data.routed_experts import RoutedExperts
 from megatrl.data.trajectories import FinishReason
 from megatrl.errors import RolloutError, ServerRejectedError
 from megatrl.rollout.sampler import Sample, SampleRequest
@@ -34,7 +39,7 @@ def check_request(request: SampleRequest, vocab_size: int) -> None:
         raise ServerRejectedError(f"a request was not sent: max_new_tokens is {request.max_new_tokens}, at least 1")
 
 
-def request_body(request: SampleRequest, rid: str) -> bytes:
+def request_body(request: SampleRequest, rid: str, *, record_routing: bool = False) -> bytes:
     """JSON of one request. Only the sampled tokens' logprobs are asked for, no alternatives."""
     sampling = {
         "max_new_tokens": request.max_new_tokens,
@@ -46,13 +51,20 @@ def request_body(request: SampleRequest, rid: str) -> bytes:
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
-    return orjson.dumps(
-        {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
-    )
+    body = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+    if record_routing:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.first_routed}
+    return orjson.dumps(body)
 
 
-def read_reply(body: bytes, request: SampleRequest, rid: str, vocab_size: int) -> Sample:
-    """The sample in a 200 reply. Raises RolloutError, naming what is wrong, for anything unusable."""
+def read_reply(
+    body: bytes, request: SampleRequest, rid: str, vocab_size: int, *, routed_shape: ModelShape | None = None
+) -> Sample:
+    """The sample in a 200 reply. Raises RolloutError, naming what is wrong, for anything unusable.
+
+    With `routed_shape` the reply has to hold the expert choices of that mixture model; a server that does
+    not send them raises ServerRejectedError, since no further attempt would.
+    """
     try:
         reply = orjson.loads(body)  # refuses NaN and Infinity, which are not JSON
         meta = reply["meta_info"]
@@ -76,7 +88,39 @@ def read_reply(body: bytes, request: SampleRequest, rid: str, vocab_size: int) -
         finish_reason=_finish_reason(finish),
         policy_version=_policy_version(version),
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed_experts=None if routed_shape is None else _routed_experts(meta, request, len(output_ids), routed_shape),
     )
+
+
+def _routed_experts(meta: Any, request: SampleRequest, num_outputs: int, shape: ModelShape) -> RoutedExperts:
+    """SGLang's base64 of int32 [tokens, layers, top-k]: every position from `first_routed` but the very last."""
+    text = meta.get("routed_experts")
+    if text is None:
+        raise ServerRejectedError(
+            "the server did not send routed_experts; actor.router.replay needs a mixture model on an SGLang that was "
+            "started with enable_return_routed_experts"
+        )
+    num_rows = len(request.input_ids) + num_outputs - 1 - request.first_routed
+    layers, top_k = shape.num_layers, shape.num_experts_per_token
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RolloutError(f"routed_experts are not base64 of 32-bit numbers ({error})") from error
+    if flat.size != num_rows * layers * top_k:
+        raise RolloutError(
+            f"routed_experts hold {flat.size} numbers; {num_rows} tokens x {layers} layers x {top_k} experts need "
+            f"{num_rows * layers * top_k}"
+        )
+    experts = flat.reshape(num_rows, layers, top_k)
+    if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= shape.num_experts):
+        raise RolloutError(
+            f"routed_experts hold ids {int(flat.min())}..{int(flat.max())}; the model has experts 0 to "
+            f"{shape.num_experts - 1}"
+        )
+    in_order = np.sort(experts, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
+        raise RolloutError(f"routed_experts name one expert twice for a token; each token has {top_k} different ones")
+    return RoutedExperts.of(experts, num_experts=shape.num_experts)
 
 
 def _check_ids(output_ids: tuple[Any, ...], request: SampleRequest, vocab_size: int) -> None:

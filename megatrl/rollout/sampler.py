@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatrl.data.routed_experts import RoutedExperts
 from megatrl.data.trajectories import FinishReason
 
 
@@ -20,6 +21,8 @@ class SampleRequest:
     deadline_s: float = 600.0  # over all attempts at this request
     routing_key: str = ""
     """Requests with the same key go to the same server while it lives, where their prefix is cached."""
+    first_routed: int = 0
+    """Position of the first token whose expert choices are wanted, where the sampler records them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,9 @@ class Sample:
     finish_reason: FinishReason  # STOP or LENGTH; an abort is retried or raised, never returned
     policy_version: int
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    routed_experts: RoutedExperts | None = None
+    """Expert choices at positions `first_routed` to the last but one: the last token sampled was not
+    processed yet. None where the sampler does not record."""
 
 
 class Sampler(Protocol):

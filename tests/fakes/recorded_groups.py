@@ -2,8 +2,10 @@
 
 import random
 
+import numpy as np
 from hypothesis import strategies as st
 
+from megatrl.data.routed_experts import RoutedExperts
 from megatrl.data.scores import AnswerScore, Forecast, MeterScore
 from megatrl.data.trajectories import (
     FinishReason,
@@ -71,8 +73,12 @@ _json = st.recursive(
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
     logprobs = draw(st.lists(st.floats(max_value=0.0, allow_nan=False, allow_infinity=False), max_size=5))
+    observation = draw(_tokens)
+    num_tokens = len(observation) + len(logprobs)
+    ids = draw(st.lists(st.integers(-1, 255), min_size=2 * num_tokens, max_size=2 * num_tokens))
+    experts = np.array(ids, dtype=int).reshape(-1, 1, 2)
     return Turn(
-        observation_tokens=draw(_tokens),
+        observation_tokens=observation,
         action_tokens=tuple(range(len(logprobs))),
         behavior_logprobs=tuple(logprobs),
         policy_version=draw(st.integers(0, 10**9)),
@@ -80,6 +86,7 @@ def turns(draw: st.DrawFn) -> Turn:
         is_tool_call=draw(st.booleans()),
         observation_key=draw(_texts),
         penalty=draw(st.floats(0, 10)),
+        routed_experts=draw(st.none() | st.just(RoutedExperts.of(experts, num_experts=256))),
     )
 
 

@@ -57,6 +57,19 @@ REFUSED = {
     ],
     "check_overlong": [("reward.overlong={max_tokens: 8, buffer_tokens: 9}", "every trajectory would be penalised")],
     "check_minibatches": [("batch.num_minibatches=3", "does not divide num_groups x group_size = 16 x 8 = 128")],
+    "check_router_model": [
+        ("model.family=qwen3 actor.router.replay=true", "a qwen3 model is dense"),
+        ("model.family=llama3 actor.router.z_loss_coefficient=0.1", "a llama3 model is dense"),
+    ],
+    "check_load_balancing": [
+        ("actor.router.load_balancing=sequence", "the load-balancing loss would do nothing"),
+        ("actor.router.load_balancing_coefficient=0.1", "is read by a load-balancing loss only"),
+        ("actor.router.load_balancing=global actor.router.load_balancing_coefficient=1", "only recorded choices are"),
+    ],
+    "check_expert_bias": [
+        ("actor.router.expert_bias_update_rate=0.001", "actor and server would choose differently"),
+        ("actor.router.expert_bias_update_rate=0.001 actor.router.replay=true", "recorded choices do not read it"),
+    ],
     "check_turn_limits": [("rollout.max_turns=7", "the environment allows more turns")],
     "check_token_limits": [
         ("rollout.context_tokens=512", "leaves no room"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from megatrl.data.routed_experts import RoutedExperts
 from megatrl.data.scores import AnswerScore, Forecast, MeterScore, Scores
 from megatrl.data.trajectories import Prompt, PromptGroup, Segment, Trajectory, TrajectoryId, Turn
 from megatrl.data.wire import (
@@ -83,7 +84,7 @@ def _with_turn_field(name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body, complaint",
     [
-        ({**_body(), "version": WIRE_VERSION + 1}, "wire version 2"),
+        ({**_body(), "version": WIRE_VERSION + 1}, f"wire version {WIRE_VERSION + 1}"),
         ({**_body(), "version": True}, "wire version True"),
         ({key: value for key, value in _body().items() if key != "version"}, "wire version None"),
         ({**_body(), "surprise": 1}, r"unknown fields \['surprise'\]"),
@@ -159,10 +160,10 @@ def test_a_cut_line_is_an_error_for_a_reader_that_does_not_ask_for_it() -> None:
 
 
 def test_stored_fields_change_only_together_with_the_wire_version() -> None:
-    stored = (GroupRecord, TrajectoryNotes, PromptGroup, Prompt, Trajectory, TrajectoryId, Segment, Turn)
+    stored = (GroupRecord, TrajectoryNotes, PromptGroup, Prompt, Trajectory, TrajectoryId, Segment, Turn, RoutedExperts)
     found = {cls.__name__: " ".join(each.name for each in fields(cls)) for cls in stored}
     assert (WIRE_VERSION, found) == (
-        1,
+        2,
         {
             "GroupRecord": "step group dropped notes failure_cost",
             "TrajectoryNotes": "advantages answer meter details",
@@ -172,6 +173,7 @@ def test_stored_fields_change_only_together_with_the_wire_version() -> None:
             "TrajectoryId": "prompt_id group_id index attempt",
             "Segment": "turns trailing_observation_tokens",
             "Turn": "observation_tokens action_tokens behavior_logprobs policy_version finish_reason is_tool_call "
-            "observation_key penalty",
+            "observation_key penalty routed_experts",
+            "RoutedExperts": "num_tokens num_layers top_k item_bytes data",
         },
     ), "a stored field changed: raise WIRE_VERSION with it"
