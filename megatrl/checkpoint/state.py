@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatrl.checkpoint.atomic import write_text_atomically
 from megatrl.errors import CheckpointError
@@ -24,13 +22,15 @@ class DriverState:
     policy_version: int
     """Restored on resume: a server that started again at 0 would look outdated for ever."""
     config_hash: str
+    num_steps: int
+    """Horizon of the learning rate where decay_steps is null; the rest of its state follows from `step`."""
     frozen_models: Mapping[str, str] = field(default_factory=dict)
     """Role (meter, reference probe) -> hash of its weights."""
-    rng: Mapping[str, Any] = field(default_factory=dict)
-    """Name of a generator -> its state as JSON (see `random_to_json`)."""
+    in_flight: tuple[str, ...] = ()
+    """Ids of groups of the next step that are played already and stored beside this; none at a step's boundary."""
 
     def __post_init__(self) -> None:
-        for name in ("step", "optimizer_step", "prompt_position", "policy_version"):
+        for name in ("step", "optimizer_step", "prompt_position", "policy_version", "num_steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise CheckpointError(f"driver state has {name}={value!r}; it is an integer that counts from 0")
@@ -51,7 +51,7 @@ def read_driver_state(path: Path) -> DriverState:
     if not isinstance(content, dict) or set(content) != known:
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"driver state {path} has fields {found}, expected {sorted(known)}")
-    return DriverState(**content)
+    return DriverState(**{**content, "in_flight": tuple(content["in_flight"])})
 
 
 def check_same_run(state: DriverState, *, config_hash: str, frozen_models: Mapping[str, str]) -> None:
@@ -68,18 +68,3 @@ def check_same_run(state: DriverState, *, config_hash: str, frozen_models: Mappi
             f"the checkpoint of step {state.step} was made by a different run: {'; '.join(problems)}. "
             "Resume with the recipe and models it was made with, or give the new run another name"
         )
-
-
-def random_to_json(generator: random.Random) -> list[Any]:
-    """The state of a generator, for `DriverState.rng`."""
-    version, words, gauss = generator.getstate()
-    return [version, list(words), gauss]
-
-
-def restore_random(generator: random.Random, state: list[Any]) -> None:
-    """Set a generator to a state that `random_to_json` gave."""
-    try:
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"random generator state in the checkpoint is not usable: {error}") from error

@@ -15,6 +15,8 @@ from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.scoring.independent import QueryRunner
 from megatrl.weight_sync.publisher import PublishReport
 
+_ANSWER_S = 60.0  # for the ranks to agree that one of them is late
+
 
 class ActorGroup:
     """Collective calls on all ranks; results are merged over data parallelism."""
@@ -74,8 +76,15 @@ class ActorGroup:
     def publish(self, policy_version: int) -> PublishReport:
         return self.workers.call("publish", policy_version)[0]
 
-    def save_checkpoint(self, directory: Path) -> None:
-        self.workers.call("save_checkpoint", str(directory))
+    def begin_checkpoint(self, directory: Path, *, in_background: bool, timeout_s: float) -> None:
+        self.workers.call("begin_checkpoint", str(directory), in_background, timeout_s=timeout_s)
+
+    def finish_checkpoint(self, timeout_s: float) -> None:
+        """Returns when every rank's files are complete; the ranks give up after `timeout_s`, and say so."""
+        self.workers.call("finish_checkpoint", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+
+    def check_checkpoint(self, directory: Path) -> None:
+        self.workers.call("check_checkpoint", str(directory))
 
     def load_checkpoint(self, directory: Path) -> None:
         self.workers.call("load_checkpoint", str(directory))

@@ -12,6 +12,9 @@ from megatrl.config.recipe import BatchConfig
 from megatrl.data.prompts import PromptStream
 from megatrl.data.trajectories import Prompt, PromptGroup
 from megatrl.errors import EmptyBatchError
+from megatrl.orchestration.journal import GroupJournal
+from megatrl.orchestration.progress import Progress
+from megatrl.rollout.collector import PlayedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class GroupCollector(Protocol):
     """Plays groups of episodes for prompts whose first position in the stream is given."""
 
     def collect(
-        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int, journal: PlayedGroups
     ) -> tuple[PromptGroup, ...]: ...
 
 
@@ -44,16 +47,24 @@ class LiveRollout:
     """Fills batches by playing episodes against the rollout servers."""
 
     def __init__(
-        self, collector: GroupCollector, batch: BatchConfig, reward: RewardConfig, selection: SelectionConfig
+        self,
+        collector: GroupCollector,
+        batch: BatchConfig,
+        reward: RewardConfig,
+        selection: SelectionConfig,
+        *,
+        journal: GroupJournal,
     ) -> None:
-        self._collector = collector
+        self._collector, self._journal = collector, journal
         self._batch, self._reward, self._selection = batch, reward, selection
 
-    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch:
+    def fill(self, prompts: PromptStream, progress: Progress) -> FilledBatch:
         """Returns up to `batch.num_groups` kept groups after at most `selection.max_rounds` rounds.
 
-        There may be none: the caller stores what was played and then calls `check`.
+        Groups that an interrupted start of the same step has journalled are taken from there. There may be
+        none: the caller stores what was played and then calls `check`.
         """
+        self._journal.begin(progress)
         kept: list[PromptGroup] = []
         dropped: list[DroppedGroup] = []
         max_rounds = self._selection.max_rounds if self._selection.drop_equal_rewards else 1
@@ -61,7 +72,9 @@ class LiveRollout:
         while len(kept) < self._batch.num_groups and rounds < max_rounds:
             first = prompts.position
             taken = prompts.take(self._batch.num_groups - len(kept))
-            played = self._collector.collect(taken, first_position=first, policy_version=policy_version)
+            played = self._collector.collect(
+                taken, first_position=first, policy_version=progress.policy_version, journal=self._journal
+            )
             selection = select_groups(
                 combine_rewards(played, self._reward), self._selection, has_equal_rewards=has_equal_rewards
             )

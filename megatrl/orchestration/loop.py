@@ -25,7 +25,7 @@ def train(run: Run) -> Progress:
         with run.observe.step(step) as record:
             # Act and judge: play every episode to its end under one policy version, reward outcomes.
             with record.span("act"), run.devices.lend_to_rollout():
-                batch = run.rollout.fill(run.prompts, progress.policy_version)
+                batch = run.rollout.fill(run.prompts, progress)
             record.trajectories(batch.groups, batch.dropped)  # on disk before anything can go wrong
             batch.check()
 
@@ -63,6 +63,5 @@ def train(run: Run) -> Progress:
                 evaluation.report_to(record.evaluation)
 
         # After the step's row is written: a kill in between repeats a step and never loses one.
-        if config.checkpoint.is_due(step) or step == config.train.num_steps:
-            run.checkpoints.save(progress)
+        run.checkpoints.step_done(progress)
     return progress

@@ -11,7 +11,14 @@ from megatrl.data.trajectories import Prompt, PromptGroup
 from megatrl.envs.registry import make_environment
 from megatrl.errors import MegatrlError, RolloutError
 from megatrl.rendering.renderer import Renderer
-from megatrl.rollout.collector import Collector, Progress, ScriptedSamplers, ServerSamplers
+from megatrl.rollout.collector import (
+    NOTHING_PLAYED,
+    Collector,
+    PlayedGroups,
+    Progress,
+    ScriptedSamplers,
+    ServerSamplers,
+)
 
 _DEATH_NOTICE_S = 2.0
 """A request fails at once when its server dies; the process that watches the server needs a moment to say why."""
@@ -19,7 +26,7 @@ _DEATH_NOTICE_S = 2.0
 
 class EpisodePlayer(Protocol):
     def collect(
-        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int, journal: PlayedGroups
     ) -> tuple[PromptGroup, ...]: ...
 
 
@@ -36,11 +43,18 @@ class WatchedPlayer:
         self._player, self._servers = player, servers
 
     def collect(
-        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        first_position: int,
+        policy_version: int,
+        journal: PlayedGroups = NOTHING_PLAYED,
     ) -> tuple[PromptGroup, ...]:
         """What the player collects. Raises its RolloutError, with the post-mortem of a server that is gone."""
         try:
-            return self._player.collect(prompts, first_position=first_position, policy_version=policy_version)
+            return self._player.collect(
+                prompts, first_position=first_position, policy_version=policy_version, journal=journal
+            )
         except RolloutError as error:
             deadline = time.monotonic() + _DEATH_NOTICE_S
             while True:

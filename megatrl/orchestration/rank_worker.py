@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from megatrl.actor.worker import ActorWorker, UpdateResult, WorkerSpec
-from megatrl.checkpoint.actor_state import load_actor_state, save_actor_state
+from megatrl.checkpoint.actor_state import ActorSave, check_actor_state, load_actor_state
 from megatrl.checkpoint.hf_export import export_hf_directory
 from megatrl.config.credit import LossConfig
 from megatrl.config.engines import OptimizerConfig, PublishConfig, ServerConfig
 from megatrl.config.model_shape import read_model_shape
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray, PackedBatch
+from megatrl.errors import CheckpointError
 from megatrl.mcore.model import unwrap
 from megatrl.mcore.queries import target_logprobs
 from megatrl.observability.logs import logging_to
@@ -39,6 +40,7 @@ class RankWorker:
         self._reference: FrozenWeights | None = None
         self._meter: MeterModel | None = None
         self._publisher: Publisher | None = None
+        self._saving: ActorSave | None = None
 
     @property
     def actor(self) -> ActorWorker:
@@ -110,8 +112,24 @@ class RankWorker:
         assert self._publisher is not None, "connect_servers comes first"
         return self._publisher.publish(self.actor.iter_hf_weights(), policy_version)
 
-    def save_checkpoint(self, directory: str) -> None:
-        save_actor_state(self.actor, Path(directory))
+    def begin_checkpoint(self, directory: str, in_background: bool) -> None:
+        """Captures the present state for `directory`; in the background it is written while other calls are served.
+
+        `finish_checkpoint` has to follow, before another begins.
+        """
+        if self._saving is not None:
+            raise CheckpointError(f"a checkpoint is still being written, so none can begin in {directory}")
+        self._saving = ActorSave(self.actor, Path(directory), in_background=in_background)
+
+    def finish_checkpoint(self, timeout_s: float) -> None:
+        """Returns when the files of all ranks are complete."""
+        assert self._saving is not None, "begin_checkpoint comes first"
+        saving, self._saving = self._saving, None
+        saving.finish(timeout_s)
+
+    def check_checkpoint(self, directory: str) -> None:
+        """Raises DamagedCheckpointError where the files cannot be loaded by anyone; loads nothing."""
+        check_actor_state(self.actor, Path(directory))
 
     def load_checkpoint(self, directory: str) -> None:
         load_actor_state(self.actor, Path(directory))

@@ -20,7 +20,7 @@ from megatrl.meter.frozen import load_frozen_meter
 from megatrl.observability.record import Observation
 from megatrl.observability.trajectories import TrajectoryStore
 from megatrl.orchestration.actor_group import ActorGroup, UpdateResult
-from megatrl.orchestration.checkpoints import RunCheckpoints, latest_step, run_config
+from megatrl.orchestration.checkpoints import RunCheckpoints, run_config
 from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
@@ -38,13 +38,13 @@ from megatrl.scoring.reference_probe import ReferenceProbe
 
 
 class BatchFiller(Protocol):
-    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch: ...
+    def fill(self, prompts: PromptStream, progress: Progress) -> FilledBatch: ...
 
 
 class Checkpoints(Protocol):
     def restore_latest(self) -> Progress: ...
 
-    def save(self, progress: Progress) -> None: ...
+    def step_done(self, progress: Progress) -> None: ...
 
 
 class HeldOut(Protocol):
@@ -139,17 +139,17 @@ def open_run(
     evaluation = recipe.evaluation
     held_out = policy_player(recipe, renderer, urls, group_size=1, temperature=evaluation.temperature)
     player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
-    with Observation.open(
-        run_dir,
-        recipe.observe,
-        num_steps=recipe.train.num_steps,
-        resume_step=latest_step(directory, recipe) if resume else 0,
-        run_config=run_config(recipe),
-    ) as observe:
+    with contextlib.closing(checkpoints), _observation(run_dir, recipe, checkpoints) as observe:
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=LiveRollout(WatchedPlayer(player, cluster.servers), recipe.batch, recipe.reward, recipe.selection),
+            rollout=LiveRollout(
+                WatchedPlayer(player, cluster.servers),
+                recipe.batch,
+                recipe.reward,
+                recipe.selection,
+                journal=checkpoints.journal,
+            ),
             actor=actor,
             scorers=scorers,
             weight_sync=ProvenWeightSync(actor, cluster.servers),
@@ -195,17 +195,11 @@ def open_replay(
         restore_from=recorded / "checkpoints" if from_step else None,
         restore_step=from_step or None,
     )
-    with Observation.open(
-        out,
-        recipe.observe,
-        num_steps=recipe.train.num_steps,
-        resume_step=from_step,
-        run_config=run_config(recipe),
-    ) as observe:
+    with contextlib.closing(checkpoints), _observation(out, recipe, checkpoints) as observe:
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=RecordedRollout(TrajectoryStore(recorded), first_step=from_step + 1),
+            rollout=RecordedRollout(TrajectoryStore(recorded)),
             actor=actor,
             scorers=scorers,
             weight_sync=NullWeightSync(),
@@ -215,6 +209,16 @@ def open_replay(
             observe=observe,
             mismatch=MismatchMonitor(recipe.train.max_mismatch),
         )
+
+
+def _observation(run_dir: Path, recipe: Recipe, checkpoints: RunCheckpoints) -> Observation:
+    return Observation.open(
+        run_dir,
+        recipe.observe,
+        num_steps=recipe.train.num_steps,
+        resume_step=checkpoints.resume_step,
+        run_config=run_config(recipe),
+    )
 
 
 def make_scorers(

@@ -99,6 +99,26 @@ class CollectReport:
     seconds: float = 0.0
 
 
+class PlayedGroups(Protocol):
+    """Groups by their place in the prompt stream: some were played before an interruption, others are now."""
+
+    def played(self, position: int) -> PromptGroup | None: ...
+
+    def add(self, group: PromptGroup) -> None: ...
+
+
+class NothingPlayed:
+    """For episodes that are played in full each time."""
+
+    def played(self, position: int) -> PromptGroup | None:
+        return None
+
+    def add(self, group: PromptGroup) -> None:
+        return None
+
+
+NOTHING_PLAYED = NothingPlayed()
+
 Progress = Callable[[int, int, int], None]
 """(episodes done, episodes in all, tokens sampled so far)"""
 
@@ -133,19 +153,25 @@ class Collector:
         """Of the last `collect`, a failed one included."""
 
     def collect(
-        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        first_position: int,
+        policy_version: int,
+        journal: PlayedGroups = NOTHING_PLAYED,
     ) -> tuple[PromptGroup, ...]:
         """One group for each prompt, in order. Must not be called from inside an event loop.
 
         `first_position` is the place of `prompts[0]` in the prompt stream; a group's id is its place,
-        so a prompt taken again later is another group. An episode that ends in an infrastructure
+        so a prompt taken again later is another group. Groups that `journal` holds are taken from it, the
+        others are added to it as they complete. An episode that ends in an infrastructure
         failure is played again, up to `max_attempts` in all, unless the server refused it for good.
         Raises RolloutError, with the first error, as soon as more than `max_failure_fraction` of the
         episodes have failed for good.
         """
         run = _CollectRun(num_episodes=len(prompts) * self._group_size, started=time.monotonic())
         try:
-            return asyncio.run(self._groups(run, prompts, first_position, policy_version))
+            return asyncio.run(self._groups(run, prompts, first_position, policy_version, journal))
         except* RolloutError as group:
             raise _first(group) from group
         finally:
@@ -153,7 +179,12 @@ class Collector:
             self._log(self.report)
 
     async def _groups(
-        self, run: "_CollectRun", prompts: Sequence[Prompt], first_position: int, policy_version: int
+        self,
+        run: "_CollectRun",
+        prompts: Sequence[Prompt],
+        first_position: int,
+        policy_version: int,
+        journal: PlayedGroups,
     ) -> tuple[PromptGroup, ...]:
         gate = asyncio.Semaphore(self._config.max_concurrent_episodes)
         async with (
@@ -166,14 +197,22 @@ class Collector:
                 async with gate:
                     return await self._member(run, sampler_for, prompt, position, index, policy_version)
 
-            members = [
-                [tasks.create_task(member(prompt, position, index)) for index in range(self._group_size)]
-                for position, prompt in enumerate(prompts, start=first_position)
-            ]
-        return tuple(
-            PromptGroup(prompt=prompt, group_id=str(position), trajectories=tuple(task.result() for task in group))
-            for position, (prompt, group) in enumerate(zip(prompts, members, strict=True), start=first_position)
-        )
+            async def complete(prompt: Prompt, position: int, members: list[asyncio.Task[Trajectory]]) -> PromptGroup:
+                trajectories = tuple([await task for task in members])
+                group = PromptGroup(prompt=prompt, group_id=str(position), trajectories=trajectories)
+                journal.add(group)
+                return group
+
+            groups: list[PromptGroup | asyncio.Task[PromptGroup]] = []
+            for position, prompt in enumerate(prompts, start=first_position):
+                group = journal.played(position)
+                if group is not None:
+                    run.done += self._group_size
+                    groups.append(group)
+                    continue
+                members = [tasks.create_task(member(prompt, position, index)) for index in range(self._group_size)]
+                groups.append(tasks.create_task(complete(prompt, position, members)))
+        return tuple(group if isinstance(group, PromptGroup) else group.result() for group in groups)
 
     async def _member(
         self,

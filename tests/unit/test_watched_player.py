@@ -9,6 +9,7 @@ from megatrl.data.trajectories import Prompt, PromptGroup
 from megatrl.errors import RolloutError
 from megatrl.orchestration import players
 from megatrl.orchestration.players import WatchedPlayer
+from megatrl.rollout.collector import PlayedGroups
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Player:
     error: RolloutError | None = None
 
     def collect(
-        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int
+        self, prompts: Sequence[Prompt], *, first_position: int, policy_version: int, journal: PlayedGroups
     ) -> tuple[PromptGroup, ...]:
         if self.error is not None:
             raise self.error
