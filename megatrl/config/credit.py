@@ -49,6 +49,9 @@ class DeltaTTGCredit(Section):
     parse_failure: Literal["failure_cost", "carry"] = "failure_cost"
     net_of_spent: bool = False
     """Subtract the action's own tokens from the step signal (diagnostic, not in the paper)."""
+    readout: Literal["candidates", "decode"] = "candidates"
+    """How the meter answers: candidate answers scored in one forward pass on the actor's ranks, or a short greedy
+    decode, parsed, on a server of its own."""
     max_parse_failure_rate: float = Field(default=0.02, ge=0, le=1)
     """The run stops above this share of unparseable meter answers in one step."""
 

@@ -118,7 +118,8 @@ class MeterPromptSource:
     def __init__(self, config: MeterPromptsConfig, *, seed: int, split: Split) -> None:
         """Raises ScoringError for a damaged data set, ConfigError for a side without a usable example."""
         self._labels = _labels(config.labels)
-        self._seed, self._split = seed, split
+        self._seed = seed
+        self._split: Split = split
         limit = self._labels.max_history_tokens
         fitting = [(e, e.history(limit)) for e in self._labels.examples(_SIDES[split])]
         self._examples = [(example, history) for example, history in fitting if history is not None]

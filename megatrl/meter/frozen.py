@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrl.data.meter_prompt import MeterAnswer, MeterPrompt
-from megatrl.errors import CheckpointError, ScoringError
+from megatrl.data.meter_prompt import MeterPrompt
+from megatrl.errors import CheckpointError
+from megatrl.observability.label_store import file_hash, read_prompt
 
 MANIFEST_NAME = "meter.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +26,17 @@ class FrozenMeter:
 
     path: Path
     prompt: MeterPrompt
-    failure_cost: float  # tokens
+    failure_cost: float  # C in tokens, over all domains it was trained in
     training_hash: str  # content of the training labels
+    failure_costs: Mapping[str, float] = field(default_factory=dict)  # C of each domain
+    chat_format: str = "chatml"  # with tool_format and the tokenizer: how it reads a conversation
+    tool_format: str = "qwen"
     evaluation: Mapping[str, float] = field(default_factory=dict)  # on held-out tasks, when it was frozen
     identity: str = ""  # hash of the manifest, which holds the hash of every file
+
+    def cost_in(self, domain: str) -> float:
+        """C in a domain. In one it was not trained in, its own: costs live on the scale of its forecasts."""
+        return self.failure_costs.get(domain, self.failure_cost)
 
 
 def freeze_meter(
@@ -38,6 +46,9 @@ def freeze_meter(
     prompt: MeterPrompt,
     failure_cost: float,
     training_hash: str,
+    failure_costs: Mapping[str, float] | None = None,
+    chat_format: str = "chatml",
+    tool_format: str = "qwen",
     evaluation: Mapping[str, float] | None = None,
 ) -> FrozenMeter:
     """Copies a saved Hugging Face model and its manifest to `destination`, and loads it back verified.
@@ -57,11 +68,14 @@ def freeze_meter(
             target = unfinished / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-            hashes[name] = _file_hash(target)
+            hashes[name] = file_hash(target)
         manifest = {
             "format_version": FORMAT_VERSION,
             "prompt": asdict(prompt),
             "failure_cost": failure_cost,
+            "failure_costs": dict(failure_costs or {}),
+            "chat_format": chat_format,
+            "tool_format": tool_format,
             "training_hash": training_hash,
             "evaluation": dict(evaluation or {}),
             "files": hashes,
@@ -78,11 +92,10 @@ def freeze_meter(
     return load_frozen_meter(destination)
 
 
-def load_frozen_meter(path: Path, *, policy_fingerprint: str | None = None) -> FrozenMeter:
+def load_frozen_meter(path: Path) -> FrozenMeter:
     """The meter at `path`, every file verified.
 
-    Raises CheckpointError for a missing, torn or altered directory, ScoringError when
-    `policy_fingerprint` is given and the meter belongs to another tokenizer.
+    Raises CheckpointError for a missing, torn or altered directory.
     """
     manifest_path = path / MANIFEST_NAME
     if not manifest_path.is_file():
@@ -96,34 +109,21 @@ def load_frozen_meter(path: Path, *, policy_fingerprint: str | None = None) -> F
         files: dict[str, str] = manifest["files"]
         meter = FrozenMeter(
             path=path,
-            prompt=_prompt(manifest["prompt"]),
+            prompt=read_prompt(manifest["prompt"]),
             failure_cost=float(manifest["failure_cost"]),
             training_hash=manifest["training_hash"],
+            failure_costs=manifest["failure_costs"],
+            chat_format=manifest["chat_format"],
+            tool_format=manifest["tool_format"],
             evaluation=manifest["evaluation"],
             identity=hashlib.sha256(text).hexdigest()[:16],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest_path} cannot be read as a meter manifest: {error!r}") from error
-    wrong = [name for name, digest in files.items() if not (path / name).is_file() or _file_hash(path / name) != digest]
+    wrong = [name for name, digest in files.items() if file_hash(path / name) != digest]
     if wrong:
         raise CheckpointError(f"files of the frozen meter at {path} are missing or altered: {', '.join(wrong[:5])}")
-    if policy_fingerprint is not None and policy_fingerprint != meter.prompt.tokenizer_fingerprint:
-        raise ScoringError(
-            f"the meter at {path} has tokenizer {meter.prompt.tokenizer_fingerprint} but the policy has "
-            f"{policy_fingerprint}; a meter with another tokenizer is refused in this version"
-        )
     return meter
-
-
-def _prompt(fields: dict[str, Any]) -> MeterPrompt:
-    answers = tuple(MeterAnswer(**{**answer, "tokens": tuple(answer["tokens"])}) for answer in fields["answers"])
-    ids = {name: tuple(fields[name]) for name in ("header", "question")}
-    return MeterPrompt(**{**fields, **ids, "answers": answers})
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

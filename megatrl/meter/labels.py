@@ -129,20 +129,18 @@ def lengths_without_reasoning(trajectory: Trajectory, codec: TextCodec) -> list[
 
 
 def _cut_states(trajectory: Trajectory, rule: LabelRule) -> list[tuple[Cut, State]]:
-    states: list[tuple[Cut, State]] = []
+    before: list[State] = []
+    after: list[State] = []
     if rule.cut != "after_action":
-        decisions = [s for s in trajectory_states(trajectory) if s.turn_index < trajectory.num_turns]
-        states += [("before_action", state) for state in decisions]
+        before += [s for s in trajectory_states(trajectory) if s.turn_index < trajectory.num_turns]
+        before += [transcript_end(trajectory)] if rule.with_terminal else []
     if rule.cut != "before_action":
-        states += [("after_action", s) for s in states_after_actions(trajectory) if s.turn_index < trajectory.num_turns]
-    if rule.with_terminal:
-        end = transcript_end(trajectory)
-        if rule.cut != "after_action":
-            states.append(("before_action", end))
-        if rule.cut != "before_action":
-            after_last = states_after_actions(trajectory)[-1]
-            # Where nothing followed the last action the two ends are one state.
-            states += [("after_action", after_last)] if ("before_action", after_last) not in states else []
+        after += [
+            s for s in states_after_actions(trajectory) if rule.with_terminal or s.turn_index < trajectory.num_turns
+        ]
+        # Where nothing followed the last action its two ends are one state.
+        after = [state for state in after if state not in before]
+    states: list[tuple[Cut, State]] = [*(("before_action", s) for s in before), *(("after_action", s) for s in after)]
     return sorted(states, key=lambda item: (item[1].segment_index, item[1].length))
 
 

@@ -1,6 +1,6 @@
 """The frozen models as the loop sees them: one object, whatever the credit rule needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,6 +65,8 @@ class Scorers:
     credit: CreditConfig
     group_statistics: GroupStatisticsConfig
     metrics: dict[str, float] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
+    """Ends what the frozen models hold beside the actor's ranks."""
 
     def score(self, groups: Sequence[PromptGroup]) -> Scores:
         """Answers for every group, forecasts only where the group's advantages are not all zero."""

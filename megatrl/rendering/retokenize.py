@@ -5,28 +5,47 @@ the policy's therefore never sees the policy's ids; it gets this view, whose sta
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 from megatrl.data.messages import Message, ToolSpec
 from megatrl.data.trajectories import FinishReason, PromptGroup, Segment, Trajectory, Turn
 from megatrl.errors import ScoringError
 from megatrl.rendering.renderer import Renderer
 
-TrajectoryView = Callable[[PromptGroup, Trajectory], Trajectory]
-"""(group, one of its trajectories) -> the same trajectory in a scorer's own token ids."""
-
 ToolsOf = Callable[[PromptGroup], Sequence[ToolSpec]]
 """The tools of a group's task: messages do not hold them."""
 
 
-def same_tokens(group: PromptGroup, trajectory: Trajectory) -> Trajectory:
-    """The view of a scorer that shares the policy's tokenizer: the trajectory itself."""
-    return trajectory
+class TrajectoryView(Protocol):
+    """A trajectory in a scorer's own token ids; `fingerprint` says whose they are."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, group: PromptGroup, trajectory: Trajectory) -> Trajectory: ...
 
 
-def retokenizing(renderer: Renderer, tools_of: ToolsOf) -> TrajectoryView:
-    """The view of a scorer with a tokenizer of its own."""
-    return lambda group, trajectory: rerender(trajectory, renderer, tools_of(group))
+@dataclass(frozen=True, slots=True)
+class SameTokens:
+    """For a scorer that shares the policy's tokenizer: the trajectory itself."""
+
+    fingerprint: str
+
+    def __call__(self, group: PromptGroup, trajectory: Trajectory) -> Trajectory:
+        return trajectory
+
+
+class Retokenizer:
+    """For a scorer with a tokenizer or template of its own: every trajectory is rendered again."""
+
+    def __init__(self, renderer: Renderer, tools_of: ToolsOf) -> None:
+        self._renderer, self._tools_of = renderer, tools_of
+        self.fingerprint: str = renderer.fingerprint
+
+    def __call__(self, group: PromptGroup, trajectory: Trajectory) -> Trajectory:
+        """Raises ScoringError where messages are missing; see `rerender`."""
+        return rerender(trajectory, self._renderer, self._tools_of(group))
 
 
 def rerender(trajectory: Trajectory, renderer: Renderer, tools: Sequence[ToolSpec] = ()) -> Trajectory:

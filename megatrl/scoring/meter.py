@@ -11,14 +11,15 @@ There is nothing to parse and one forward pass is enough.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatrl.data.meter_prompt import MeterPrompt
-from megatrl.data.scores import Forecast, MeterScore
-from megatrl.data.states import State, segment_tokens, shortened_history, trajectory_states, transcript_end
-from megatrl.data.trajectories import PromptGroup, Trajectory, TrajectoryId
+from megatrl.data.scores import Forecast
+from megatrl.data.states import segment_tokens, shortened_history
 from megatrl.errors import ScoringError
+from megatrl.rendering.retokenize import TrajectoryView
 from megatrl.scoring.branches import BranchBackend, BranchLogprobs, CandidatePlan, TrunkQuery, plan_candidates
+from megatrl.scoring.group_meter import AskedStates, GroupMeter, StateForecasts
 
 
 class AnswerReadout:
@@ -60,7 +61,7 @@ class AnswerReadout:
         )
 
 
-class CandidateMeter:
+class CandidateMeter(GroupMeter):
     """A frozen meter behind a BranchBackend."""
 
     def __init__(
@@ -72,98 +73,73 @@ class CandidateMeter:
         policy_fingerprint: str,
         max_sequence_tokens: int,
         with_terminal: bool = False,
+        view: TrajectoryView | None = None,
     ) -> None:
-        """Raises ScoringError when the trajectories' token ids come from another tokenizer."""
-        if prompt.tokenizer_fingerprint != policy_fingerprint:
-            raise ScoringError(
-                f"the meter's tokenizer is {prompt.tokenizer_fingerprint} but the policy's is {policy_fingerprint}; "
-                "token ids would mean other words. A meter with another tokenizer is refused in this version: "
-                "train one from the policy's own model family"
-            )
-        self._prompt = prompt
+        """Raises ScoringError when the trajectories' token ids, or those of `view`, are of another tokenizer."""
+        super().__init__(
+            prompt=prompt,
+            failure_cost=failure_cost,
+            policy_fingerprint=policy_fingerprint,
+            with_terminal=with_terminal,
+            view=view,
+        )
         self._backend = backend
-        self.failure_cost: float | None = failure_cost
-        """The meter's own C in tokens."""
         self._max_history = max_sequence_tokens - prompt.num_extra_tokens
-        self._with_terminal = with_terminal
         self._readout = AnswerReadout(prompt)
 
-    def score(self, groups: Sequence[PromptGroup]) -> tuple[dict[TrajectoryId, MeterScore], dict[str, float]]:
-        """Forecasts at s_1..s_K, and after the last action where asked for; and shares for the metrics.
-
-        Histories that do not fit lose their middle turns, as in the meter's training set; where even
-        the task and the last observation do not fit, the forecast is invalid. Pass only groups whose
-        advantages are not all zero: the others need no forecast. Collective over the backend.
-        """
-        trajectories = [t for group in groups for t in group.trajectories if t.is_trainable]
+    def forecast_states(self, asked: Sequence[AskedStates]) -> StateForecasts:
+        """One forward pass over all of it. Collective over the backend."""
         queries: list[TrunkQuery] = []
-        places: list[list[tuple[int, int] | None]] = []  # [trajectory][state] -> (query, boundary)
+        places: list[list[tuple[int, int] | None]] = []  # [item][state] -> (query, boundary)
         shortened = 0
-        for trajectory in trajectories:
-            states = [state for state in trajectory_states(trajectory) if state.turn_index < trajectory.num_turns]
-            if self._with_terminal:
-                states.append(transcript_end(trajectory))
-            trajectory_places, num_shortened = self._ask(trajectory, states, queries)
-            places.append(trajectory_places)
+        for item in asked:
+            item_places, num_shortened = self._ask(item, queries)
+            places.append(item_places)
             shortened += num_shortened
-
         results = self._backend.score(queries)
         invalid = Forecast(is_valid=False)
-        scores: dict[TrajectoryId, MeterScore] = {}
-        for trajectory, trajectory_places in zip(trajectories, places, strict=True):
-            forecasts = [
-                invalid if place is None else self._readout.forecast(results[place[0]][place[1]])
-                for place in trajectory_places
-            ]
-            terminal = forecasts.pop() if self._with_terminal else None
-            scores[trajectory.id] = MeterScore(forecasts=tuple(forecasts), terminal=terminal)
-        total = sum(len(p) for p in places)
-        return scores, self._metrics(scores, shortened / max(total, 1))
+        return StateForecasts(
+            forecasts=tuple(
+                tuple(
+                    invalid if place is None else self._readout.forecast(results[place[0]][place[1]])
+                    for place in item_places
+                )
+                for item_places in places
+            ),
+            num_shortened=shortened,
+        )
 
-    def _ask(
-        self, trajectory: Trajectory, states: Sequence[State], queries: list[TrunkQuery]
-    ) -> tuple[list[tuple[int, int] | None], int]:
+    def _ask(self, item: AskedStates, queries: list[TrunkQuery]) -> tuple[list[tuple[int, int] | None], int]:
         """Append the queries of one trajectory's states; returns where each state's answer will be."""
         header, branches = self._prompt.header, self._readout.plan.branches
-        places: list[tuple[int, int] | None] = []
+        places: list[tuple[int, int] | None] = [None] * len(item.states)
         num_shortened = 0
-        for index, segment in enumerate(trajectory.segments):
+        for index, segment in enumerate(item.trajectory.segments):
             boundaries: list[int] = []
             trunk_number = len(queries)
-            extra: list[TrunkQuery] = []
-            for state in (s for s in states if s.segment_index == index):
+            alone: list[tuple[int, TrunkQuery]] = []
+            for place, state in enumerate(item.states):
+                if state.segment_index != index:
+                    continue
                 if state.length <= self._max_history:
-                    places.append((trunk_number, len(boundaries)))
+                    places[place] = (trunk_number, len(boundaries))
                     boundaries.append(len(header) + state.length)
                     continue
                 num_shortened += 1
                 history = shortened_history(segment, state.length, self._max_history)
-                if history is None:
-                    places.append(None)
-                    continue
-                # A shortened history is no prefix of the trunk; it is asked about on its own. States are
-                # in rising order, so the shared trunk, if any, comes before all of these.
-                trunk = header + history
-                places.append((trunk_number + bool(boundaries) + len(extra), 0))
-                extra.append(TrunkQuery(trunk=trunk, boundaries=(len(trunk),), branches=(branches,)))
+                if history is not None:  # no prefix of the trunk: it is asked about on its own
+                    trunk = header + history
+                    query = TrunkQuery(trunk=trunk, boundaries=(len(trunk),), branches=(branches,))
+                    alone.append((place, query))
             if boundaries:
-                trunk = header + segment_tokens(segment)[: boundaries[-1] - len(header)]
+                trunk = header + segment_tokens(segment)[: max(boundaries) - len(header)]
                 queries.append(
                     TrunkQuery(trunk=trunk, boundaries=tuple(boundaries), branches=(branches,) * len(boundaries))
                 )
-            queries.extend(extra)
+            for place, query in alone:
+                places[place] = (len(queries), 0)
+                queries.append(query)
         return places, num_shortened
-
-    @staticmethod
-    def _metrics(scores: Mapping[TrajectoryId, MeterScore], shortened: float) -> dict[str, float]:
-        forecasts = [forecast for score in scores.values() for forecast in score.forecasts]
-        total = max(len(forecasts), 1)
-        valid = [forecast for forecast in forecasts if forecast.is_valid]
-        return {
-            "meter/invalid": (len(forecasts) - len(valid)) / total,
-            "meter/shortened": shortened,
-            "meter/forecast_failure": sum(not forecast.completion for forecast in valid) / max(len(valid), 1),
-        }
 
 
 def _common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatrl.errors import CheckpointError, ScoringError
+from megatrl.errors import CheckpointError
 from megatrl.meter.frozen import MANIFEST_NAME, freeze_meter, load_frozen_meter
 from megatrl.meter.prompt import MeterText, build_meter_prompt
 from tests.fakes.frozen_models import WordCodec
@@ -29,7 +29,7 @@ def freeze(weights, destination):
 
 def test_a_frozen_meter_comes_back_as_it_was(weights, tmp_path):
     frozen = freeze(weights, tmp_path / "meter")
-    loaded = load_frozen_meter(tmp_path / "meter", policy_fingerprint=CODEC.fingerprint)
+    loaded = load_frozen_meter(tmp_path / "meter")
     assert loaded == frozen
     assert loaded.prompt == PROMPT
     assert (loaded.failure_cost, loaded.training_hash, loaded.evaluation) == (412.5, "abc", {"bit_auc": 0.75})
@@ -48,10 +48,12 @@ def test_altered_and_missing_files_are_named(weights, tmp_path):
         load_frozen_meter(path)
 
 
-def test_a_meter_of_another_tokenizer_is_refused(weights, tmp_path):
-    freeze(weights, tmp_path / "meter")
-    with pytest.raises(ScoringError, match="another tokenizer"):
-        load_frozen_meter(tmp_path / "meter", policy_fingerprint=WordCodec(CODEC.words[::-1]).fingerprint)
+def test_a_domain_has_its_own_cost_and_an_unknown_one_gets_the_meters(weights, tmp_path):
+    costs = {"evidence_hunt": 96.0, "textworld": 240.0}
+    frozen = freeze_meter(
+        weights, tmp_path / "meter", prompt=PROMPT, failure_cost=200.0, failure_costs=costs, training_hash="abc"
+    )
+    assert [frozen.cost_in(domain) for domain in ("evidence_hunt", "textworld", "papers")] == [96.0, 240.0, 200.0]
 
 
 def test_a_frozen_meter_is_never_overwritten_and_sources_are_checked(weights, tmp_path):

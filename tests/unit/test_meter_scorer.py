@@ -183,7 +183,7 @@ def test_long_histories_lose_middle_turns_and_hopeless_ones_are_invalid():
 
 
 def test_another_tokenizer_is_refused_before_any_forward_pass():
-    with pytest.raises(ScoringError, match="refused in this version"):
+    with pytest.raises(ScoringError, match="would mean other words"):
         meter(table_logprob, policy_fingerprint="words-permuted")
 
 
