@@ -1,7 +1,7 @@
 """A run put together: every role of the loop, built from a recipe on a cluster."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,11 +20,12 @@ from megatrl.meter.frozen import load_frozen_meter
 from megatrl.observability.record import Observation
 from megatrl.observability.trajectories import TrajectoryStore
 from megatrl.orchestration.actor_group import ActorGroup, UpdateResult
-from megatrl.orchestration.checkpoints import RunCheckpoints, run_config
+from megatrl.orchestration.checkpoints import RunCheckpoints, latest_step, run_config
 from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
 from megatrl.orchestration.filling import FilledBatch, LiveRollout
+from megatrl.orchestration.meter_scoring import open_meter
 from megatrl.orchestration.mismatch import MismatchMonitor
 from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.progress import Progress
@@ -32,19 +33,17 @@ from megatrl.orchestration.replay import RecordedRollout
 from megatrl.orchestration.scorers import MeterScorer, NullMeter, NullProbe, NullReference, Scorers
 from megatrl.orchestration.weight_sync import NullWeightSync, ProvenWeightSync, WeightSync
 from megatrl.rendering.renderer import Renderer, load_renderer
-from megatrl.scoring.independent import IndependentBackend
-from megatrl.scoring.meter import CandidateMeter
 from megatrl.scoring.reference_probe import ReferenceProbe
 
 
 class BatchFiller(Protocol):
-    def fill(self, prompts: PromptStream, progress: Progress) -> FilledBatch: ...
+    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch: ...
 
 
 class Checkpoints(Protocol):
     def restore_latest(self) -> Progress: ...
 
-    def step_done(self, progress: Progress) -> None: ...
+    def save(self, progress: Progress) -> None: ...
 
 
 class HeldOut(Protocol):
@@ -122,7 +121,7 @@ def open_run(
     actor = cluster.actor(recipe)
     actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter, run_dir / "logs")
     prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
     directory = run_dir / "checkpoints"
     checkpoints = RunCheckpoints(
@@ -139,17 +138,20 @@ def open_run(
     evaluation = recipe.evaluation
     held_out = policy_player(recipe, renderer, urls, group_size=1, temperature=evaluation.temperature)
     player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
-    with contextlib.closing(checkpoints), _observation(run_dir, recipe, checkpoints) as observe:
+    with (
+        contextlib.closing(scorers),
+        Observation.open(
+            run_dir,
+            recipe.observe,
+            num_steps=recipe.train.num_steps,
+            resume_step=latest_step(directory, recipe) if resume else 0,
+            run_config=run_config(recipe),
+        ) as observe,
+    ):
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=LiveRollout(
-                WatchedPlayer(player, cluster.servers),
-                recipe.batch,
-                recipe.reward,
-                recipe.selection,
-                journal=checkpoints.journal,
-            ),
+            rollout=LiveRollout(WatchedPlayer(player, cluster.servers), recipe.batch, recipe.reward, recipe.selection),
             actor=actor,
             scorers=scorers,
             weight_sync=ProvenWeightSync(actor, cluster.servers),
@@ -184,7 +186,7 @@ def open_replay(
     actor = cluster.actor(recipe)
     actor.load_policy(start, recipe.actor.optimizer, recipe.train.num_steps)
     renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter)
+    scorers, frozen_models = make_scorers(recipe, actor, renderer, start, meter, out / "logs")
     prompts = PromptStream(prompt_source(recipe.env, seed=recipe.seed, split="train"))
     checkpoints = RunCheckpoints(
         out / "checkpoints",
@@ -195,11 +197,20 @@ def open_replay(
         restore_from=recorded / "checkpoints" if from_step else None,
         restore_step=from_step or None,
     )
-    with contextlib.closing(checkpoints), _observation(out, recipe, checkpoints) as observe:
+    with (
+        contextlib.closing(scorers),
+        Observation.open(
+            out,
+            recipe.observe,
+            num_steps=recipe.train.num_steps,
+            resume_step=from_step,
+            run_config=run_config(recipe),
+        ) as observe,
+    ):
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=RecordedRollout(TrajectoryStore(recorded)),
+            rollout=RecordedRollout(TrajectoryStore(recorded), first_step=from_step + 1),
             actor=actor,
             scorers=scorers,
             weight_sync=NullWeightSync(),
@@ -211,18 +222,8 @@ def open_replay(
         )
 
 
-def _observation(run_dir: Path, recipe: Recipe, checkpoints: RunCheckpoints) -> Observation:
-    return Observation.open(
-        run_dir,
-        recipe.observe,
-        num_steps=recipe.train.num_steps,
-        resume_step=checkpoints.resume_step,
-        run_config=run_config(recipe),
-    )
-
-
 def make_scorers(
-    recipe: Recipe, actor: ActorGroup, renderer: Renderer, start: Path, meter: Path | None
+    recipe: Recipe, actor: ActorGroup, renderer: Renderer, start: Path, meter: Path | None, log_dir: Path
 ) -> tuple[Scorers, dict[str, str]]:
     """The frozen models that credit rule and loss ask for, and the identity of each by role.
 
@@ -242,24 +243,30 @@ def make_scorers(
             use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
         )
     scorer: MeterScorer = NullMeter()
+    close: Callable[[], None] = _nothing
     if isinstance(recipe.credit, DeltaTTGCredit):
         if meter is None:
             raise ConfigError("credit.kind is deltattg but there is no meter; set meter.kind to frozen or trained")
-        frozen = load_frozen_meter(meter, policy_fingerprint=renderer.fingerprint)
-        identities["meter"] = actor.load_meter(meter)
-        scorer = CandidateMeter(
-            prompt=frozen.prompt,
-            backend=IndependentBackend(runner=actor.query_runner("meter"), microbatch_tokens=budget),
-            failure_cost=frozen.failure_cost,
-            policy_fingerprint=renderer.fingerprint,
-            max_sequence_tokens=recipe.rollout.context_tokens + frozen.prompt.num_extra_tokens,
+        opened = open_meter(
+            recipe,
+            load_frozen_meter(meter),
+            policy=renderer,
+            actor=actor,
+            readout=recipe.credit.readout,
             with_terminal=recipe.credit.terminal == "meter",
+            log_dir=log_dir,
         )
+        scorer, identities["meter"], close = opened.scorer, opened.identity, opened.close
     scorers = Scorers(
         answers=probe if probe is not None and isinstance(recipe.credit, TraceCredit) else NullProbe(),
         meter=scorer,
         reference=(probe if probe is not None and recipe.loss.kl_coefficient > 0 else NullReference()),
         credit=recipe.credit,
         group_statistics=recipe.group_statistics,
+        close=close,
     )
     return scorers, identities
+
+
+def _nothing() -> None:
+    """What most scorers hold beside the actor's ranks."""
