@@ -107,6 +107,8 @@ class ServerConfig(Section):
     """Interpreter of the server's own environment or container; null uses this one."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
+    max_restarts: int = Field(default=3, ge=0)
+    """Servers that died and were started again, counted over all servers of a run; one more ends the run."""
     max_total_tokens: int | None = Field(default=None, gt=0)
     """KV cache size in tokens; null lets SGLang decide."""
     mem_fraction_static: float = Field(default=0.8, gt=0, lt=1)

@@ -13,7 +13,7 @@ from megatrl.orchestration.rank_worker import FrozenRole
 from megatrl.orchestration.sharing import share_over_ranks
 from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.scoring.independent import QueryRunner
-from megatrl.weight_sync.publisher import PublishReport
+from megatrl.weight_sync.report import PublishReport
 
 _ANSWER_S = 60.0  # for the ranks to agree that one of them is late
 
@@ -68,13 +68,12 @@ class ActorGroup:
         by_data_rank = dict(zip(self._data_ranks, results, strict=True))  # replicas of a rank give equal answers
         return split.merge([by_data_rank[rank] for rank in range(self.num_data_ranks)])
 
-    def connect_servers(
-        self, urls: Sequence[str], publish: PublishConfig, servers: ServerConfig, directory: Path
-    ) -> None:
-        self.workers.call("connect_servers", list(urls), publish, servers, str(directory))
+    def connect_servers(self, publish: PublishConfig, servers: ServerConfig, directory: Path) -> None:
+        self.workers.call("connect_servers", publish, servers, str(directory))
 
-    def publish(self, policy_version: int) -> PublishReport:
-        return self.workers.call("publish", policy_version)[0]
+    def publish(self, policy_version: int, urls: Sequence[str]) -> PublishReport:
+        """Every rank takes part, those at `urls` receive. Failures of servers are in the report, not raised."""
+        return self.workers.call("publish", policy_version, list(urls))[0]
 
     def begin_checkpoint(self, directory: Path, *, in_background: bool, timeout_s: float) -> None:
         self.workers.call("begin_checkpoint", str(directory), in_background, timeout_s=timeout_s)

@@ -10,7 +10,9 @@ class MemoryOwner(Protocol):
 
     def release_memory(self) -> None: ...
 
-    def resume_memory(self) -> None: ...
+    def resume_memory(self) -> None:
+        """Also called after a `release_memory` that failed half way; raises when something did not come back."""
+        ...
 
 
 class OwnedDevices:
@@ -24,6 +26,10 @@ class OwnedDevices:
     def lend_to_actor(self) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def interrupt_rollout(self) -> Iterator[None]:
+        yield
+
 
 class SharedDevices:
     """Colocated placement: the role that works holds the memory, and gives it back in a finally."""
@@ -34,17 +40,29 @@ class SharedDevices:
     @contextlib.contextmanager
     def lend_to_rollout(self) -> Iterator[None]:
         """The actor hands its memory over while episodes are played."""
-        self._actor.release_memory()
-        try:
+        with _lent(self._actor):
             yield
-        finally:
-            self._actor.resume_memory()
 
     @contextlib.contextmanager
     def lend_to_actor(self) -> Iterator[None]:
         """The servers hand their memory over while the actor scores and learns."""
-        self._servers.release_memory()
+        with _lent(self._servers):
+            yield
+
+    @contextlib.contextmanager
+    def interrupt_rollout(self) -> Iterator[None]:
+        """Inside `lend_to_rollout`: the actor takes its memory back, to publish to a restarted server."""
+        self._actor.resume_memory()
         try:
             yield
         finally:
-            self._servers.resume_memory()
+            self._actor.release_memory()
+
+
+@contextlib.contextmanager
+def _lent(owner: MemoryOwner) -> Iterator[None]:
+    try:
+        owner.release_memory()  # inside: some ranks may have released when another one fails
+        yield
+    finally:
+        owner.resume_memory()

@@ -14,15 +14,24 @@ from megatrl.envs.registry import prompt_source
 from megatrl.errors import ScoringError
 from megatrl.meter.evaluation import evaluate_forecasts
 from megatrl.meter.frozen import freeze_meter
-from megatrl.meter.labels import LabelRule, collect_labels, failure_cost, log_spaced_grid, split_by_task, trajectory_labels
+from megatrl.meter.labels import (
+    LabelRule,
+    collect_labels,
+    failure_cost,
+    log_spaced_grid,
+    split_by_task,
+    trajectory_labels,
+)
 from megatrl.meter.prompt import MeterText, build_meter_prompt, can_answer
 from megatrl.meter.sft_set import build_sft_set
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.artifacts import Artifacts
 from megatrl.orchestration.cluster import Cluster
-from megatrl.orchestration.players import policy_player
+from megatrl.orchestration.devices import OwnedDevices
+from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.start import artifact_key, scripted_groups
 from megatrl.orchestration.supervision import supervise
+from megatrl.orchestration.weight_sync import ProvenWeightSync
 from megatrl.rendering.renderer import load_renderer
 from megatrl.scoring.independent import IndependentBackend
 from megatrl.scoring.meter import CandidateMeter
@@ -141,11 +150,13 @@ def _record(recipe: Recipe, meter: TrainedMeter, start: Path, actor: ActorGroup,
             first_position=_FIRST_POSITION + number * _STRIDE,
         )
     if meter.num_policy_episodes:
-        urls = cluster.servers.wait_ready()
-        actor.connect_servers(urls, recipe.publish, recipe.rollout.servers, Path(recipe.observe.runs_dir) / "publish")
-        actor.publish(0)
+        cluster.servers.wait_ready()
+        actor.connect_servers(recipe.publish, recipe.rollout.servers, Path(recipe.observe.runs_dir) / "publish")
+        weight_sync = ProvenWeightSync(actor, cluster.servers, OwnedDevices())
+        weight_sync.publish(0)
         renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-        player = policy_player(recipe, renderer, urls, group_size=1)
+        episodes = policy_player(recipe, renderer, lambda: cluster.servers.urls, group_size=1)
+        player = WatchedPlayer(episodes, weight_sync)
         source = prompt_source(recipe.env, seed=recipe.seed, split="train")
         first = _FIRST_POSITION + len(meter.detours) * _STRIDE
         prompts = [source.prompt(first + i) for i in range(meter.num_policy_episodes)]

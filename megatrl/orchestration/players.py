@@ -1,7 +1,7 @@
 """Collectors for the three kinds of episodes: of the policy, held out, and scripted."""
 
-import time
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,8 +20,7 @@ from megatrl.rollout.collector import (
     ServerSamplers,
 )
 
-_DEATH_NOTICE_S = 2.0
-"""A request fails at once when its server dies; the process that watches the server needs a moment to say why."""
+logger = logging.getLogger(__name__)
 
 
 class EpisodePlayer(Protocol):
@@ -30,16 +29,18 @@ class EpisodePlayer(Protocol):
     ) -> tuple[PromptGroup, ...]: ...
 
 
-class ServerHealth(Protocol):
-    def check(self) -> None:
-        """Raises MegatrlError, with exit code and log, where a server is gone."""
-        ...
+class ServerCare(Protocol):
+    """See `ProvenWeightSync`."""
+
+    def tend(self) -> None: ...
+
+    def repair(self, policy_version: int) -> bool: ...
 
 
 class WatchedPlayer:
-    """Plays episodes; where they fail because a server is gone, the error says which one, why, and where its log is."""
+    """Plays episodes; where they fail because servers died, again on those that are left or back."""
 
-    def __init__(self, player: EpisodePlayer, servers: ServerHealth) -> None:
+    def __init__(self, player: EpisodePlayer, servers: ServerCare) -> None:
         self._player, self._servers = player, servers
 
     def collect(
@@ -50,40 +51,42 @@ class WatchedPlayer:
         policy_version: int,
         journal: PlayedGroups = NOTHING_PLAYED,
     ) -> tuple[PromptGroup, ...]:
-        """What the player collects. Raises its RolloutError, with the post-mortem of a server that is gone."""
-        try:
-            return self._player.collect(
-                prompts, first_position=first_position, policy_version=policy_version, journal=journal
-            )
-        except RolloutError as error:
-            deadline = time.monotonic() + _DEATH_NOTICE_S
-            while True:
+        """What the player collects. Raises its RolloutError, with the post-mortem of a server that stays gone."""
+        while True:
+            try:
+                groups = self._player.collect(
+                    prompts, first_position=first_position, policy_version=policy_version, journal=journal
+                )
+            except RolloutError as error:
                 try:
-                    self._servers.check()
+                    is_repaired = self._servers.repair(policy_version)
                 except MegatrlError as gone:
                     raise RolloutError(f"{error.message}\n{gone.message}") from error
-                if time.monotonic() > deadline:
+                if not is_repaired:
                     raise
-                time.sleep(0.2)
+                logger.warning("playing again after the death of a server: %s", error.message)
+            else:
+                self._servers.tend()
+                return groups
 
 
 def policy_player(
     recipe: Recipe,
     renderer: Renderer,
-    urls: Sequence[str],
+    urls: Callable[[], Sequence[str]],
     *,
     group_size: int,
     temperature: float | None = None,
     progress: Progress | None = None,
 ) -> Collector:
-    """Episodes of the policy that the rollout servers hold."""
+    """Episodes of the policy that the rollout servers hold; `urls` are asked for at each collect."""
     return Collector(
         config=recipe.rollout,
         reward=recipe.reward,
         renderer=renderer,
         make_environment=partial(make_environment, recipe.env),
         samplers=ServerSamplers(
-            lambda: urls,
+            urls,
             vocab_size=renderer.vocab_size,
             routed_shape=shape_of_recipe(recipe) if recipe.actor.router.replay else None,
         ),

@@ -23,7 +23,8 @@ from megatrl.mcore.queries import target_logprobs
 from megatrl.observability.logs import logging_to
 from megatrl.scoring.meter_model import MeterModel
 from megatrl.scoring.weight_swap import FrozenWeights
-from megatrl.weight_sync.publisher import Publisher, PublishReport
+from megatrl.weight_sync.publisher import Publisher
+from megatrl.weight_sync.report import PublishReport
 from megatrl.weight_sync.routes import make_publisher
 
 FrozenRole = Literal["reference", "meter"]
@@ -94,23 +95,25 @@ class RankWorker:
         with self._reference.swapped_into([unwrap(model) for model in self.actor.models]):
             return target_logprobs(self.actor.models, self.actor.layout, mine, temperature=temperature)
 
-    def connect_servers(
-        self, urls: Sequence[str], publish: PublishConfig, servers: ServerConfig, directory: str
-    ) -> None:
-        """Rank 0 will talk to the servers; the others only take part in gathering."""
+    def connect_servers(self, publish: PublishConfig, servers: ServerConfig, directory: str) -> None:
+        """Rank 0 will talk to the servers; the others only take part in gathering. The name map is built here."""
+        if self._publisher is not None:
+            self._publisher.close()
         self._publisher = make_publisher(
             publish,
             read_model_shape(self._spec.model_path),
             servers,
-            urls if self._spec.rank == 0 else (),
+            () if self._spec.rank == 0 else None,
             directory=Path(directory),
             master_address=self._spec.master_addr,
         )
 
-    def publish(self, policy_version: int) -> PublishReport:
-        """Moves the present weights into every server and proves it; the report of rank 0 says how."""
+    def publish(self, policy_version: int, urls: Sequence[str]) -> PublishReport:
+        """Moves the present weights into the servers at `urls` and proves it; the report of rank 0 says where."""
         assert self._publisher is not None, "connect_servers comes first"
-        return self._publisher.publish(self.actor.iter_hf_weights(), policy_version)
+        if self._spec.rank == 0:
+            self._publisher.use_servers(urls)
+        return self._publisher.publish_to_reachable(self.actor.iter_hf_weights(), policy_version)
 
     def begin_checkpoint(self, directory: str, in_background: bool) -> None:
         """Captures the present state for `directory`; in the background it is written while other calls are served.

@@ -20,7 +20,7 @@ from megatrl.meter.frozen import load_frozen_meter
 from megatrl.observability.record import Observation
 from megatrl.observability.trajectories import TrajectoryStore
 from megatrl.orchestration.actor_group import ActorGroup, UpdateResult
-from megatrl.orchestration.checkpoints import RunCheckpoints, latest_step, run_config
+from megatrl.orchestration.checkpoints import RunCheckpoints, run_config
 from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
@@ -37,13 +37,13 @@ from megatrl.scoring.reference_probe import ReferenceProbe
 
 
 class BatchFiller(Protocol):
-    def fill(self, prompts: PromptStream, policy_version: int) -> FilledBatch: ...
+    def fill(self, prompts: PromptStream, progress: Progress) -> FilledBatch: ...
 
 
 class Checkpoints(Protocol):
     def restore_latest(self) -> Progress: ...
 
-    def save(self, progress: Progress) -> None: ...
+    def step_done(self, progress: Progress) -> None: ...
 
 
 class HeldOut(Protocol):
@@ -132,33 +132,36 @@ def open_run(
         frozen_models=frozen_models,
         restore_from=directory if resume else None,
     )
-    urls = cluster.servers.wait_ready()
-    actor.connect_servers(urls, recipe.publish, recipe.rollout.servers, run_dir / "publish")
+    servers = cluster.servers
+    servers.wait_ready()
+    actor.connect_servers(recipe.publish, recipe.rollout.servers, run_dir / "publish")
     devices = cluster.devices(actor)
+    weight_sync = ProvenWeightSync(actor, servers, devices)
     evaluation = recipe.evaluation
-    held_out = policy_player(recipe, renderer, urls, group_size=1, temperature=evaluation.temperature)
-    player = policy_player(recipe, renderer, urls, group_size=recipe.batch.group_size)
+    held_out = policy_player(recipe, renderer, lambda: servers.urls, group_size=1, temperature=evaluation.temperature)
+    player = policy_player(recipe, renderer, lambda: servers.urls, group_size=recipe.batch.group_size)
     with (
         contextlib.closing(scorers),
-        Observation.open(
-            run_dir,
-            recipe.observe,
-            num_steps=recipe.train.num_steps,
-            resume_step=latest_step(directory, recipe) if resume else 0,
-            run_config=run_config(recipe),
-        ) as observe,
+        contextlib.closing(checkpoints),
+        _observation(run_dir, recipe, checkpoints) as observe,
     ):
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=LiveRollout(WatchedPlayer(player, cluster.servers), recipe.batch, recipe.reward, recipe.selection),
+            rollout=LiveRollout(
+                WatchedPlayer(player, weight_sync),
+                recipe.batch,
+                recipe.reward,
+                recipe.selection,
+                journal=checkpoints.journal,
+            ),
             actor=actor,
             scorers=scorers,
-            weight_sync=ProvenWeightSync(actor, cluster.servers),
+            weight_sync=weight_sync,
             devices=devices,
             checkpoints=checkpoints,
             evaluator=Evaluator(
-                WatchedPlayer(held_out, cluster.servers),
+                WatchedPlayer(held_out, weight_sync),
                 prompt_source(recipe.env, seed=recipe.seed, split="eval"),
                 evaluation,
                 devices,
@@ -199,18 +202,13 @@ def open_replay(
     )
     with (
         contextlib.closing(scorers),
-        Observation.open(
-            out,
-            recipe.observe,
-            num_steps=recipe.train.num_steps,
-            resume_step=from_step,
-            run_config=run_config(recipe),
-        ) as observe,
+        contextlib.closing(checkpoints),
+        _observation(out, recipe, checkpoints) as observe,
     ):
         yield Run(
             config=recipe,
             prompts=prompts,
-            rollout=RecordedRollout(TrajectoryStore(recorded), first_step=from_step + 1),
+            rollout=RecordedRollout(TrajectoryStore(recorded)),
             actor=actor,
             scorers=scorers,
             weight_sync=NullWeightSync(),
@@ -220,6 +218,16 @@ def open_replay(
             observe=observe,
             mismatch=MismatchMonitor(recipe.train.max_mismatch),
         )
+
+
+def _observation(run_dir: Path, recipe: Recipe, checkpoints: RunCheckpoints) -> Observation:
+    return Observation.open(
+        run_dir,
+        recipe.observe,
+        num_steps=recipe.train.num_steps,
+        resume_step=checkpoints.resume_step,
+        run_config=run_config(recipe),
+    )
 
 
 def make_scorers(

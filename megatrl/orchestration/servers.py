@@ -1,22 +1,22 @@
-"""The rollout servers of a run: one host process for each, started together, watched, stopped."""
+"""The rollout servers of a run: one host process for each, started together, restarted alone, stopped together."""
 
 import contextlib
-import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import ray
 
 from megatrl.config.recipe import Recipe
-from megatrl.errors import MegatrlError
+from megatrl.errors import MegatrlError, RolloutError
 from megatrl.observability.progress import waiting
 from megatrl.orchestration.placement import Placement
+from megatrl.orchestration.server_pool import ServerPool
 from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.rollout.control import ServerControl
 from megatrl.rollout.server import RolloutServer, ServerSpec
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,13 +42,42 @@ class ServerHost:
         self._server.stop()
 
 
-class ServerGroup:
-    """All rollout servers. `urls` is known once they are ready."""
+class RemoteServer:
+    """A server under a host process on its node. A launch replaces the host, and with it the whole old process tree."""
 
-    def __init__(self, hosts: WorkerGroup, timeout_s: float) -> None:
-        self._hosts = hosts
+    def __init__(self, name: str, start_host: Callable[[], WorkerGroup], timeout_s: float) -> None:
+        self.name = name
+        self._start_host = start_host
         self._timeout_s = timeout_s
-        self.urls: tuple[str, ...] = ()
+        self._host = WorkerGroup(name, [], timeout_s)
+        self._is_over = False
+        self._lock = threading.Lock()  # a launch in a thread of the pool must not outrun the end of the run
+
+    def launch(self) -> None:
+        with self._lock:
+            if self._is_over:
+                raise RolloutError(f"{self.name} is not started again: the run has ended")
+            self._host.stop()
+            self._host = self._start_host()
+            self._host.call("start")
+
+    def wait_ready(self) -> str:
+        return self._host.call("wait_ready", timeout_s=self._timeout_s)[0]
+
+    def check(self) -> None:
+        self._host.call("check", timeout_s=30)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_over = True
+            try:
+                self._host.call("stop", timeout_s=30)
+            finally:
+                self._host.stop()
+
+
+class ServerGroup(ServerPool):
+    """The rollout servers of a run on their nodes. `urls` are those that take requests."""
 
     @classmethod
     def start(cls, recipe: Recipe, model_path: Path, placement: Placement, log_dir: Path) -> "ServerGroup":
@@ -67,36 +96,43 @@ class ServerGroup:
             )
             for index in range(config.num_servers)
         ]
-        hosts = WorkerGroup.start(
-            "rollout server",
-            ServerHost,
-            [(spec,) for spec in specs],
-            placement=placement.group,
-            bundles=placement.server_bundles,
-            cpus=1,
-            gpus=placement.gpus_per_server,
-            environment={},
-            timeout_s=config.start_timeout_s + 30,
+        timeout_s = config.start_timeout_s + 30
+
+        def host_of(index: int) -> WorkerGroup:
+            return WorkerGroup.start(
+                f"rollout server {index}",
+                ServerHost,
+                [(specs[index],)],
+                placement=placement.group,
+                bundles=[placement.server_bundles[index]],
+                cpus=1,
+                gpus=placement.gpus_per_server,
+                environment={},
+                timeout_s=timeout_s,
+            )
+
+        group = cls(
+            [
+                RemoteServer(f"rollout server {index}", partial(host_of, index), timeout_s)
+                for index in range(config.num_servers)
+            ],
+            max_restarts=config.max_restarts,
+            start_timeout_s=timeout_s,
+            restarts_beside_work=recipe.placement.kind != "colocated",
         )
-        group = cls(hosts, config.start_timeout_s + 30)
-        hosts.call("start")
+        group.launch()
         return group
 
     @classmethod
     def none(cls) -> "ServerGroup":
         """No servers, for runs that replay recorded trajectories."""
-        return cls(WorkerGroup("rollout server", [], 1.0), 1.0)
+        return cls([], max_restarts=0, start_timeout_s=1.0)
 
     def wait_ready(self) -> tuple[str, ...]:
         """Blocks until every server answers; raises with the log's last lines where one does not."""
-        is_first = len(self._hosts) > 0 and not self.urls  # later calls, one for each arm, return at once
-        with waiting("rollout servers", deadline_s=self._timeout_s) if is_first else contextlib.nullcontext():
-            self.urls = tuple(self._hosts.call("wait_ready", timeout_s=self._timeout_s))
-        return self.urls
-
-    def check(self) -> None:
-        """Raises RolloutError, with exit code and log, where a server is gone."""
-        self._hosts.call("check", timeout_s=30)
+        is_first = self.is_starting and not self._is_up  # later calls, one for each arm, return at once
+        with waiting("rollout servers", deadline_s=self.start_timeout_s) if is_first else contextlib.nullcontext():
+            return super().wait_ready()
 
     def release_memory(self) -> None:
         self._each("release_memory_occupation")
@@ -105,20 +141,22 @@ class ServerGroup:
         self._each("resume_memory_occupation")
 
     def _each(self, method: str) -> None:
-        def call(url: str) -> None:
-            with ServerControl(url) as control:
-                getattr(control, method)()
+        def call(url: str) -> MegatrlError | None:
+            try:
+                with ServerControl(url) as control:
+                    getattr(control, method)()
+            except MegatrlError as error:
+                return error
+            return None
 
-        with ThreadPoolExecutor(max_workers=max(1, len(self.urls))) as pool:
-            list(pool.map(call, self.urls))
-
-    def stop(self) -> None:
-        """Ends the servers, then their hosts."""
-        try:
-            self._hosts.call("stop", timeout_s=30)
-        except MegatrlError as error:  # gone already, or its host is: nothing is left to stop there
-            logger.warning("stopping servers: %s", error)
-        self._hosts.stop()
+        urls = self.urls
+        with ThreadPoolExecutor(max_workers=max(1, len(urls))) as pool:
+            failures = [(url, error) for url, error in zip(urls, pool.map(call, urls), strict=True) if error]
+        if failures:
+            self.notice()
+        for url, error in failures:
+            if url in self.urls:  # a dead one holds no memory and is restarted at the next publish
+                raise error
 
 
 def server_host(nodes: Sequence[dict]) -> str:

@@ -30,6 +30,8 @@ class ServerControl:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
+        self.num_body_bytes = 0
+        """Bytes of all request and response bodies so far. Calls in several threads at once may lose a count."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,9 +51,9 @@ class ServerControl:
         except httpx.HTTPError:
             return False
 
-    def model_info(self) -> dict[str, Any]:
+    def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Model path, architectures, weight_version, ..."""
-        return self._get("/model_info")
+        return self._request("GET", "/model_info", None, timeout_s=timeout_s).json()
 
     def weight_version(self) -> str:
         return str(self.model_info()["weight_version"])
@@ -234,6 +236,7 @@ class ServerControl:
             raise RolloutError(
                 f"{self.url}{path} failed: {type(error).__name__}: {error}. Is the server alive?"
             ) from error
+        self.num_body_bytes += len(response.request.content) + len(response.content)
         if 400 <= response.status_code < 500:
             raise ServerRejectedError(
                 f"{self.url}{path} was refused with HTTP {response.status_code}: {error_text(response.text)}"

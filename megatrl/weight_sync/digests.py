@@ -33,8 +33,8 @@ class Sha256Digest:
         self._hash = hashlib.sha256()
 
     def update(self, piece: Tensor) -> None:
-        flat = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._hash.update(flat.numpy().data)  # a view: no copy of the bytes
+        copy = piece.detach().to("cpu", copy=True)  # numpy would keep torch from ever freeing a live weight
+        self._hash.update(copy.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def hex(self) -> str:
         return self._hash.digest()[:8].hex()

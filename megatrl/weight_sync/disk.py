@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class DiskTransport:
     changes_weights_while_sending = False
 
     def __init__(self, *, directory: Path, timeout_s: float) -> None:
+        self.bytes_beside_http: Counter[str] = Counter()
         self._directory = directory.absolute()
         self._timeout_s = timeout_s
         self._writing: Path | None = None
@@ -50,6 +52,8 @@ class DiskTransport:
         except (OSError, SafetensorError) as error:
             return {server.url: f"cannot write {self._writing / name}: {error}" for server in servers}
         self._weight_map |= dict.fromkeys(bucket.names, name)
+        num_bytes = (self._writing / name).stat().st_size
+        self.bytes_beside_http.update({server.url: num_bytes for server in servers})
         return {}
 
     def finish(self, servers: Sequence[ServerControl]) -> Failures:
@@ -61,7 +65,7 @@ class DiskTransport:
             servers,
             lambda server: server.update_weights_from_disk(path, flush_cache=False, timeout_s=self._timeout_s),
         )
-        if not failures:
+        if len(failures) < len(servers):  # those that have loaded it go back to it when a later load fails
             if self._live is not None:
                 shutil.rmtree(self._live, ignore_errors=True)
             self._live, self._writing, self._weight_map = self._writing, None, {}

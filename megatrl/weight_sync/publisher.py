@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -14,26 +13,13 @@ from megatrl.weight_sync.buckets import Bucket, into_buckets
 from megatrl.weight_sync.expected import ExpectedTensors, checked, with_untied_head
 from megatrl.weight_sync.fanout import Failures, on_each
 from megatrl.weight_sync.plan import PublishPlan
+from megatrl.weight_sync.report import PublishReport
 from megatrl.weight_sync.transport import Transport
 from megatrl.weight_sync.verify import ExpectedChecksums, checksum_differences
 
 logger = logging.getLogger(__name__)
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-
-
-@dataclass(slots=True, kw_only=True)
-class PublishReport:
-    """What one publish did. On ranks without servers only the version is meaningful."""
-
-    policy_version: int
-    num_tensors: int = 0
-    num_bytes: int = 0
-    num_buckets: int = 0
-    is_proven: bool = False
-    """Every server reported exactly the expected checksums."""
-    phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase. `export` is the time spent in the caller's iterator and in the checks of its names."""
 
 
 class Publisher:
@@ -72,18 +58,36 @@ class Publisher:
                 f"servers without a complete set of weights: {listed}. Publish again, or restart them"
             )
 
+    def use_servers(self, urls: Sequence[str]) -> None:
+        """From now on publish to the servers at `urls`; others are forgotten. For the rank that has servers."""
+        if self._transport is None:
+            raise WeightSyncError("this rank was built without servers; only rank 0 talks to them")
+        known = {server.url: server for server in self._servers}
+        wanted = [url.rstrip("/") for url in urls]
+        for url in known.keys() - set(wanted):
+            known.pop(url).close()
+            self._unusable.pop(url, None)
+        timeout_s = self._plan.config.timeout_s
+        self._servers = tuple(known.get(url) or ServerControl(url, timeout_s=timeout_s) for url in wanted)
+
     def publish(self, named: NamedTensors, policy_version: int) -> PublishReport:
+        """As `publish_to_reachable`, but raises WeightSyncError, naming server, bucket and phase, where one failed."""
+        report = self.publish_to_reachable(named, policy_version)
+        report.check()
+        return report
+
+    def publish_to_reachable(self, named: NamedTensors, policy_version: int) -> PublishReport:
         """Consume `named` to its end, send it, prove it, and only then name it `policy_version`.
 
         Collective over the actor ranks: every rank consumes its whole iterator even when sending fails, so
-        no rank is left waiting in a gather. Raises WeightSyncError naming server, bucket and phase. A name
-        refused on our side never reaches a server; when the weights fit in one bucket, nothing does.
+        no rank is left waiting in a gather. A server that fails is left out from there on, and the report says
+        where and why. Raises WeightSyncError where our own side refuses: such a name never reaches a server;
+        when the weights fit in one bucket, nothing does.
         """
         remaining = iter(named)
-        if not self._servers:
+        if self._transport is None:
             _drain(remaining)
             return PublishReport(policy_version=policy_version)
-        assert self._transport is not None, "checked in __init__"
         attempt = _Attempt(self._plan, self._servers, self._transport, policy_version)
         try:
             attempt.run(remaining)
@@ -92,17 +96,18 @@ class Publisher:
             self._unusable |= attempt.mixed("the publish was refused half-way")
             _drain_after_error(remaining)
             raise
-        for server in attempt.live:
-            self._unusable.pop(server.url, None)
-        if attempt.failures:
+        report = attempt.complete()
+        if not attempt.live:
             self._transport.abandon()
-            self._unusable |= attempt.mixed("it failed")
-            raise attempt.failure()
-        report = attempt.report
+        for url in report.served:
+            self._unusable.pop(url, None)
+        self._unusable |= report.mixed
         logger.info(
-            "published policy_version=%d route=%s tensors=%d bytes=%d buckets=%d proven=%s %s",
-            policy_version, self._plan.config.route, report.num_tensors, report.num_bytes, report.num_buckets,
-            report.is_proven, " ".join(f"{phase}_s={seconds:.3f}" for phase, seconds in report.phase_s.items()),
+            "published policy_version=%d route=%s servers=%d failed=%d tensors=%d bytes=%d buckets=%d "
+            "largest_bucket_bytes=%d bytes_ratio=%.3f proven=%s %s",
+            policy_version, self._plan.config.route, len(report.served), len(report.failures), report.num_tensors,
+            report.num_bytes, report.num_buckets, report.largest_bucket_bytes, report.bytes_ratio, report.is_proven,
+            " ".join(f"{phase}_s={seconds:.3f}" for phase, seconds in report.phase_s.items()),
         )  # fmt: skip
         return report
 
@@ -120,13 +125,15 @@ class _Attempt:
         self._plan = plan
         self._transport = transport
         self.live = list(servers)
-        self._checksums = ExpectedChecksums(plan.model, plan.expected, plan.server) if plan.config.verify else None
+        self._checksums = ExpectedChecksums(plan.layout) if plan.config.verify else None
         self._deadline = time.monotonic() + plan.config.timeout_s
         self._is_over = False
         self.touched: list[ServerControl] = []
         """Servers that were paused: their weights may be mixed until this attempt completes."""
         self.failures: Failures = {}
-        self.report = PublishReport(policy_version=policy_version)
+        self.report = PublishReport(policy_version=policy_version, model_bytes=plan.num_bytes)
+        self._body_bytes = {server.url: server.num_body_bytes for server in servers}
+        transport.bytes_beside_http.clear()
 
     def run(self, named: Iterator[tuple[str, Tensor]]) -> None:
         """Raises where our side refuses; servers that fail are in `failures` afterwards."""
@@ -149,7 +156,6 @@ class _Attempt:
         version = str(self.report.policy_version)
         self._each("version", lambda server: server.update_weight_version(version))
         self._each("continue", lambda server: server.continue_generation())
-        self.report.is_proven = self._checksums is not None and not self.failures
         self._is_over = True
 
     def mixed(self, reason: str) -> Failures:
@@ -159,17 +165,18 @@ class _Attempt:
             server.url: self.failures.get(server.url, reason) for server in self.touched if server.url not in complete
         }
 
-    def failure(self) -> WeightSyncError:
-        mixed = self.mixed("")
-        listed = "; ".join(
-            f"server {url} ({'paused, unusable until a whole publish succeeds' if url in mixed else 'old weights'}): "
-            f"{reason}"
-            for url, reason in self.failures.items()
-        )
-        return WeightSyncError(
-            f"policy version {self.report.policy_version} was not published to {len(self.failures)} of "
-            f"{len(self.failures) + len(self.live)} servers: {listed}"
-        )
+    def complete(self) -> PublishReport:
+        """The report of an attempt that ran to its end."""
+        report = self.report
+        report.served = tuple(server.url for server in self.live)
+        report.failures, report.mixed = self.failures, self.mixed("")
+        report.is_proven = self._checksums is not None and bool(self.live)
+        beside = self._transport.bytes_beside_http
+        report.moved_bytes = {
+            server.url: server.num_body_bytes - self._body_bytes[server.url] + beside[server.url]
+            for server in self.live
+        }
+        return report
 
     def _buckets(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         complete = checked(with_untied_head(named, self._plan.model), self._plan.expected)
@@ -186,6 +193,7 @@ class _Attempt:
             self.report.num_buckets += 1
             self.report.num_tensors += len(bucket.names)
             self.report.num_bytes += bucket.num_bytes
+            self.report.largest_bucket_bytes = max(self.report.largest_bucket_bytes, bucket.num_bytes)
             yield bucket
 
     def _pause(self) -> None:

@@ -19,18 +19,18 @@ def make_publisher(
     config: PublishConfig,
     model: ModelShape,
     server_config: ServerConfig,
-    urls: Sequence[str],
+    urls: Sequence[str] | None,
     *,
     directory: Path | None = None,
     master_address: str = "127.0.0.1",
 ) -> Publisher:
-    """A publisher for one actor rank. Give `urls` on rank 0 only; the other ranks pass an empty sequence.
+    """A publisher for one actor rank. Only rank 0 talks to servers; the others pass None for `urls`.
 
     `directory` is needed by route disk (shared with the servers), `master_address` by route broadcast: the
     address of this host under which the servers reach it.
     """
     plan = plan_publish(config, model, server_config)
-    if not urls:
+    if urls is None:
         return Publisher(plan, ())
     servers = [ServerControl(url, timeout_s=config.timeout_s) for url in urls]
     return Publisher(plan, servers, _transport(config, server_config, directory, master_address))

@@ -1,18 +1,23 @@
-"""Route `tensor`: each bucket travels inside the HTTP request, as one pickle.
+"""Route `tensor`: each bucket is handed over with an HTTP request.
 
-Plain pickle on purpose: shared memory handles (the `file_system` strategy) leave a torch_shm_manager process
-behind that keeps pipes open. The server's unpickler allows torch tensors and types.SimpleNamespace, so the
-metadata needs no sglang class here.
+To a server on this host as the name of shared memory; to one elsewhere inside the request, as base64, which makes
+four bytes of three for each rank of the server (the route for such servers is `broadcast`). The server's unpickler
+allows torch tensors and types.SimpleNamespace, so the metadata needs no sglang class here. torch's own shared memory
+is not used: one strategy needs a common secret, the other leaves a torch_shm_manager process that keeps pipes open.
 """
 
 import base64
-import pickle
+import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
+
+from torch import Tensor
 
 from megatrl.rollout.control import ServerControl
 from megatrl.weight_sync.buckets import Bucket
 from megatrl.weight_sync.fanout import Failures, on_each
+from megatrl.weight_sync.shared_memory import SharedBytes, dumps, in_shared_memory, is_on_this_host
 from megatrl.weight_sync.transport import UpdateSession
 
 
@@ -22,6 +27,7 @@ class TensorTransport:
     changes_weights_while_sending = True
 
     def __init__(self, *, tensor: int, timeout_s: float) -> None:
+        self.bytes_beside_http: Counter[str] = Counter()
         self._tensor = tensor
         self._timeout_s = timeout_s
         self._session = UpdateSession()
@@ -30,8 +36,23 @@ class TensorTransport:
         return on_each(servers, self._session.begin)
 
     def send(self, servers: Sequence[ServerControl], bucket: Bucket) -> Failures:
-        payload = [serialize(bucket)] * self._tensor
-        return on_each(servers, lambda server: server.update_weights_from_tensor(payload, timeout_s=self._timeout_s))
+        near = [server for server in servers if is_on_this_host(server.url)]
+        payloads: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            if near:
+                shared = serialize(bucket, stack.enter_context(in_shared_memory(bucket)))
+                payloads |= {server.url: shared for server in near}
+            if len(near) < len(servers):
+                inline = serialize(bucket, bucket.flatten().cpu())
+                payloads |= {server.url: inline for server in servers if server not in near}
+            failures = on_each(
+                servers,
+                lambda server: server.update_weights_from_tensor(
+                    [payloads[server.url]] * self._tensor, timeout_s=self._timeout_s
+                ),
+            )
+        self.bytes_beside_http.update({server.url: bucket.num_bytes for server in near})
+        return failures
 
     def finish(self, servers: Sequence[ServerControl]) -> Failures:
         return on_each(servers, self._session.end)
@@ -43,8 +64,8 @@ class TensorTransport:
         pass
 
 
-def serialize(bucket: Bucket) -> str:
-    """Base64 pickle in SGLang's `flattened_bucket` form."""
+def serialize(bucket: Bucket, flat: Tensor | SharedBytes) -> str:
+    """Base64 pickle in SGLang's `flattened_bucket` form; `flat` holds the bytes or says where they are."""
     metadata: list[SimpleNamespace] = []
     start = 0
     for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
@@ -60,5 +81,4 @@ def serialize(bucket: Bucket) -> str:
             )
         )
         start = end
-    content = {"flattened_tensor": bucket.flatten().cpu(), "metadata": metadata}
-    return base64.b64encode(pickle.dumps(content, protocol=4)).decode("ascii")
+    return base64.b64encode(dumps({"flattened_tensor": flat, "metadata": metadata})).decode("ascii")

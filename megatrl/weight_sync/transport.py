@@ -1,5 +1,6 @@
 """What every way of moving weights to the servers has in common."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,11 @@ class Transport(Protocol):
 
     changes_weights_while_sending: bool
     """False where servers keep their weights until `finish`, so they are paused only then."""
+    bytes_beside_http: Counter[str]
+    """Server url -> bytes put within its reach outside of HTTP, since the publisher last cleared it.
+
+    Bytes that several servers read are counted for each of them, a broadcast for one rank of a server.
+    """
 
     def start(self, servers: Sequence[ServerControl]) -> Failures: ...
 
@@ -22,7 +28,7 @@ class Transport(Protocol):
     def finish(self, servers: Sequence[ServerControl]) -> Failures: ...
 
     def abandon(self) -> None:
-        """Forget a publish that did not reach `finish`; the next `start` begins afresh."""
+        """Forget a publish that reached no server's `finish`; the next `start` begins afresh."""
         ...
 
     def close(self) -> None:

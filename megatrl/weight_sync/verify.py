@@ -26,25 +26,35 @@ class ServerShape:
     device: Literal["cpu", "cuda"] = "cpu"
 
 
+class FusedLayout:
+    """Where every expected tensor lies in the server's fused parameters. Built once; publishes share it."""
+
+    def __init__(self, model: ModelShape, expected: ExpectedTensors, server: ServerShape) -> None:
+        self.pieces = fused_pieces(model, expected)
+        self.num_kv_heads = model.num_kv_heads
+        self.server = server
+        self.num_bytes: dict[str, int] = {}
+        """Fused name -> bytes on one rank of the server."""
+        for name, piece in self.pieces.items():
+            spec = expected[name]
+            self.num_bytes[piece.fused_name] = self.num_bytes.get(piece.fused_name, 0) + rank_bytes(
+                piece, spec.shape, spec.dtype.itemsize, size=server.tensor, num_kv_heads=model.num_kv_heads
+            )
+
+
 class ExpectedChecksums:
     """Accumulates the checksums a server must report, from full Hugging Face tensors in any order.
 
     Tensors that come before their neighbors in a fused parameter are held until those have come.
     """
 
-    def __init__(self, model: ModelShape, expected: ExpectedTensors, server: ServerShape) -> None:
-        self._pieces = fused_pieces(model, expected)
-        self._num_kv_heads = model.num_kv_heads
-        self._tensor = server.tensor
-        num_bytes: dict[str, int] = {}
-        for name, piece in self._pieces.items():
-            spec = expected[name]
-            num_bytes[piece.fused_name] = num_bytes.get(piece.fused_name, 0) + rank_bytes(
-                piece, spec.shape, spec.dtype.itemsize, size=server.tensor, num_kv_heads=model.num_kv_heads
-            )
+    def __init__(self, layout: FusedLayout) -> None:
+        self._pieces = layout.pieces
+        self._num_kv_heads = layout.num_kv_heads
+        self._tensor = layout.server.tensor
         self._ranks = [
-            {fused: _OrderedDigest(_start_digest(server, size)) for fused, size in num_bytes.items()}
-            for _ in range(server.tensor)
+            {fused: _OrderedDigest(_start_digest(layout.server, size)) for fused, size in layout.num_bytes.items()}
+            for _ in range(layout.server.tensor)
         ]
 
     def add(self, name: str, tensor: Tensor) -> None:

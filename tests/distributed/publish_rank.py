@@ -46,7 +46,7 @@ def publish(run: dict[str, Any], rank: int) -> dict[str, Any]:
             PublishConfig(bucket_bytes=20_000, timeout_s=20.0),
             read_model_shape(run["model"]),
             ServerConfig(device="cpu", precision="fp32"),
-            [stub.url] if rank == 0 else [],
+            [stub.url] if rank == 0 else None,
         )
         stub.reject_update = 2
         result: dict[str, Any] = {"refused": attempt(publisher, worker, 1)}

@@ -63,6 +63,8 @@ class WeightServer:
         self.tamper_name: str | None = None  # this tensor is stored changed in one element
         self.refuses_flush = False
         self.cache: dict[str, str] = {}  # prompt -> version it was computed under
+        self.is_dead = False
+        self._dies_at: int | None = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
@@ -75,8 +77,18 @@ class WeightServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self.is_dead:
+            self.die()
+
+    def die(self) -> None:
+        """From now on connections are refused, and open ones are cut at the next request."""
+        self.is_dead = True
         self._server.shutdown()
         self._server.server_close()
+
+    def die_at_update(self, number: int) -> None:
+        """Die when bucket `number`, from 1, arrives, without an answer."""
+        self._dies_at = number
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path in ("/begin_weight_update", "/end_weight_update"):
@@ -115,6 +127,8 @@ class WeightServer:
         if self.has_sessions and not self.is_session_open:
             return 400, {"success": False, "message": "must run between begin_weight_update() and end_weight_update()"}
         self.num_updates += 1
+        if self.num_updates == self._dies_at:
+            self.die()
         if self.num_updates == self.reject_update:
             return 400, {"success": False, "message": "refused by the stub"}
         content = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
@@ -137,7 +151,10 @@ class WeightServer:
                 body = json.loads(self.rfile.read(length) or b"{}")
                 path = self.path.split("?")[0]
                 stub.calls.append(path)
-                status, reply = stub.answer(path, body if isinstance(body, dict) else {})
+                status, reply = (0, "") if stub.is_dead else stub.answer(path, body if isinstance(body, dict) else {})
+                if stub.is_dead:
+                    self.close_connection = True
+                    return
                 is_text = isinstance(reply, str)
                 raw = reply.encode() if is_text else json.dumps(reply).encode()
                 self.send_response(status)

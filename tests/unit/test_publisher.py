@@ -30,7 +30,7 @@ def make_weights(seed: int, model: ModelShape = MODEL) -> Weights:
     return {name: torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
 
 
-def make(urls: list[str], *, bucket_bytes: int = 40_000, model: ModelShape = MODEL, verify: bool = True) -> Publisher:
+def make(urls: list[str] | None, *, bucket_bytes: int = 40_000, model: ModelShape = MODEL, verify: bool = True) -> Publisher:
     config = PublishConfig(bucket_bytes=bucket_bytes, timeout_s=20.0, verify=verify)
     return make_publisher(config, model, SERVERS, urls)
 
@@ -197,7 +197,7 @@ def test_the_export_is_drained_to_its_end_when_a_name_is_refused(stub: WeightSer
 
 def test_a_rank_without_servers_drains_the_export() -> None:
     seen: list[str] = []
-    report = make([]).publish(counted(list(make_weights(1).items()), seen), 5)
+    report = make(None).publish(counted(list(make_weights(1).items()), seen), 5)
     assert seen == list(make_weights(1))
     assert (report.policy_version, report.num_buckets, report.is_proven) == (5, 0, False)
 

@@ -10,7 +10,7 @@ from megatrl.config.model_shape import tiny_model_shape
 from megatrl.weight_sync.digests import Sha256Digest, TileDigest
 from megatrl.weight_sync.expected import expected_tensors
 from megatrl.weight_sync.fused_names import FusedPiece, fused_pieces, rank_bytes, rank_slice
-from megatrl.weight_sync.verify import ExpectedChecksums, ServerShape
+from megatrl.weight_sync.verify import ExpectedChecksums, FusedLayout, ServerShape
 
 # From sglang 0.5.23's own Triton kernel (kernels/ops/memory/gpu_tensor_hash.py), run in Triton's interpreter
 # on word i = i * 2654435761 mod 65521.
@@ -87,7 +87,8 @@ def test_expected_checksums_do_not_depend_on_the_order_of_the_export(family: str
     weights = {name: torch.randn(spec.shape).to(spec.dtype) for name, spec in expected.items()}
     tables = []
     for names in (list(weights), list(reversed(weights))):
-        checksums = ExpectedChecksums(model, expected, ServerShape(tensor=tensor, device=device))  # pyright: ignore[reportArgumentType]
+        shape = ServerShape(tensor=tensor, device=device)  # pyright: ignore[reportArgumentType]
+        checksums = ExpectedChecksums(FusedLayout(model, expected, shape))
         for name in names:
             checksums.add(name, weights[name])
         tables.append(checksums.table())

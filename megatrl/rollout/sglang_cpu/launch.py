@@ -12,7 +12,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import shim  # pyright: ignore[reportMissingImports]
 
-shim.install()  # at top level: SGLang's spawned children run this file's top level again
+# At top level: SGLang's spawned children run this file's top level again.
+shim.install()
+shim.let_weights_come_through_shared_memory()
 
 
 def main() -> None:

@@ -156,6 +156,19 @@ def install() -> bool:
     return True
 
 
+def let_weights_come_through_shared_memory() -> None:
+    """Add `torch.from_file` to the calls that SGLang's unpickler makes, on every device.
+
+    The publisher names memory of its own that way. SGLang's list has only torch's own strategies, which need a
+    common secret or a daemon. Releases before 0.5.22 allow all of torch.
+    """
+    from sglang.srt.utils import common
+
+    allowed = getattr(getattr(common, "SafeUnpickler", None), "ALLOWED_GLOBALS", None)
+    if isinstance(allowed, set):
+        allowed.add(("torch", "from_file"))
+
+
 def _adapt_sglang() -> None:
     """Let SGLang allocate host pools and use the seeds of requests on a CPU."""
     from sglang.srt import batch_invariant_ops
