@@ -58,7 +58,9 @@ def _locked(staging: Path, out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"{out} is being written by another process; wait for it, or choose another") from error
+            raise CheckpointError(
+                f"{out} is being written by another process; wait for it, or choose another"
+            ) from error
         except OSError as error:  # some network file systems have no locks
             logger.warning("no lock on %s: %s", staging, error)
         yield

@@ -195,4 +195,3 @@ def _check_names(source: Path, exported: set[str]) -> None:
             f"the export does not have the tensors of {source}: {len(missing)} missing {missing[:4]}, {len(unknown)} "
             f"unknown {unknown[:4]}; the name mapping of the exporter is wrong"
         )
-

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from megatrl.config.model_shape import ModelShape
 from megatrl.errors import CheckpointError
@@ -69,7 +69,8 @@ class MegatronReader:
                 expected = hf_tensor_shape(self._shape, name)
                 if tuple(part.shape) != expected:
                     raise CheckpointError(
-                        f"{name} from {key} in {self.shards} has shape {tuple(part.shape)}, config.json implies {expected}"
+                        f"{name} from {key} in {self.shards} has shape {tuple(part.shape)}, config.json "
+                        f"implies {expected}"
                     )
                 yield name, part
                 del part
@@ -83,7 +84,9 @@ class MegatronReader:
             raise CheckpointError(f"{self.shards} is no readable distributed checkpoint: {error!r}") from error
         files = {info.relative_path for info in self._reader.storage_data.values()}
         if absent := sorted(file for file in files if not (self.shards / file).is_file()):
-            raise CheckpointError(f"{self.shards} is torn: {len(absent)} of {len(files)} files are missing {absent[:3]}")
+            raise CheckpointError(
+                f"{self.shards} is torn: {len(absent)} of {len(files)} files are missing {absent[:3]}"
+            )
         return metadata
 
     def _found(self, place: ShardedPlace) -> tuple[str | None, tuple[int, ...]]:
@@ -149,7 +152,8 @@ class MegatronReader:
         covered = sum(math.prod(chunk.sizes[len(stacked) :]) for chunk in chunks)
         if covered != out.numel() or len({tuple(chunk.offsets) for chunk in chunks}) != len(chunks):
             raise CheckpointError(
-                f"{key} {list(stacked)} in {self.shards} has {covered} of its {out.numel()} values; the checkpoint is torn"
+                f"{key} {list(stacked)} in {self.shards} has {covered} of its {out.numel()} values; the "
+                "checkpoint is torn"
             )
         items = [_read_item(key, chunk, stacked) for chunk in chunks]
         try:
@@ -181,9 +185,7 @@ class _IntoOneTensor(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         depth = len(read_item.lengths) - self._out.dim()
         view = self._out
-        for dim, (offset, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths[depth:], strict=True)
-        ):
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths[depth:], strict=True)):
             view = view.narrow(dim, offset, length)
         return view[(None,) * depth]
 

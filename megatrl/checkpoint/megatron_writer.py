@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from megatrl.config.model_shape import ModelShape
 from megatrl.errors import CheckpointError, ModelError
@@ -138,9 +138,7 @@ class _FromFiles(SavePlanner):
 
     def expect(self, parameters: list[_Parameter], dtypes: dict[str, torch.dtype]) -> None:
         self._dtypes = dtypes
-        self._expected = {
-            MetadataIndex(p.key, torch.Size([*p.stacked, *[0] * len(p.shape)])): p for p in parameters
-        }
+        self._expected = {MetadataIndex(p.key, torch.Size([*p.stacked, *[0] * len(p.shape)])): p for p in parameters}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Each parameter is given out once; asking twice is an error."""

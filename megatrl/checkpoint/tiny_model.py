@@ -72,7 +72,7 @@ def make_tiny(config: TinyModel, env: EnvConfig, out: Path) -> None:
         tokenizer = make_tokenizer(config, env)
         _write_tokenizer(tokenizer, config, building)
         model = _make_model(config, tokenizer)
-        with _no_progress_bars():
+        with no_progress_bars():
             model.save_pretrained(building)
         building.chmod(0o755)
         fsync_tree(building)
@@ -83,8 +83,8 @@ def make_tiny(config: TinyModel, env: EnvConfig, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """A bar for a write of milliseconds would be all that stays on the screen of a command that trains."""
+def no_progress_bars() -> Iterator[None]:
+    """Hides transformers' bars: one of milliseconds would be all that stays on the screen of a command that trains."""
     was_enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

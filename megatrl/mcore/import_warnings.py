@@ -12,6 +12,8 @@ for _category, _message in (
     (UserWarning, "full scope is deprecated"),  # a field that Megatron fills itself
     (UserWarning, "The .grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
     (FutureWarning, "`torch.distributed.reduce_scatter_tensor` is deprecated"),
+    (FutureWarning, "`load_state_dict` is deprecated"),  # dist_checkpointing's own call
+    (FutureWarning, "Please use DTensor instead"),
     (FutureWarning, "`torch.distributed.all_gather_into_tensor` is deprecated"),
 ):
     warnings.filterwarnings("ignore", message=_message, category=_category)

@@ -99,7 +99,7 @@ class SafetensorsReader:
                 )
             return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         indexed = self._index()
-        found = {name: file for file in sorted(set(indexed.values())) for name in self._file(file).keys()}
+        found = {name: file for file in sorted(set(indexed.values())) for name in self._file(file).keys()}  # noqa: SIM118
         files = {path.name for path in self._directory.glob("*.safetensors")}
         if stray := sorted(files - set(indexed.values())):
             raise ModelError(

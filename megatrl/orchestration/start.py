@@ -15,6 +15,7 @@ from megatrl.data.samples import TrainingSample
 from megatrl.data.trajectories import PromptGroup
 from megatrl.envs.registry import prompt_source
 from megatrl.errors import ModelError
+from megatrl.mcore.weights_directory import is_weights_directory
 from megatrl.observability.progress import waiting
 from megatrl.orchestration.artifacts import Artifacts
 from megatrl.orchestration.cluster import Cluster
@@ -28,7 +29,7 @@ _POSITION_STRIDE = 10_000_000  # keeps demonstrations off the tasks that trainin
 
 
 def model_directory(recipe: Recipe, artifacts: Artifacts) -> Path:
-    """The model in Hugging Face form: the recipe's own directory, or a tiny one made now.
+    """The model in Hugging Face form or converted from it: the recipe's own directory, or a tiny one made now.
 
     Raises ModelError where the directory lacks config.json, weights or a tokenizer.
     """
@@ -40,7 +41,7 @@ def model_directory(recipe: Recipe, artifacts: Artifacts) -> Path:
         )
     path = Path(model.path)
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-    if not list(path.glob("*.safetensors")):
+    if not is_weights_directory(path) and not list(path.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
         raise ModelError(

@@ -18,6 +18,7 @@ from typing import Any
 from megatrl.config.engine_checks import OWNED_SGLANG_ARGUMENTS
 from megatrl.config.engines import ServerConfig
 from megatrl.errors import ConfigError, DeadlineError, RolloutError
+from megatrl.mcore.weights_directory import is_weights_directory
 from megatrl.rollout.control import ServerControl
 from megatrl.rollout.ports import free_port
 
@@ -178,6 +179,8 @@ def server_arguments(spec: ServerSpec, port: int) -> dict[str, Any]:
     if config.device == "cpu":
         arguments |= _CPU_DEFAULTS
     arguments |= config.sglang
+    if is_weights_directory(spec.model_path):  # no safetensors there; the publisher brings and proves the weights
+        arguments["load_format"] = "dummy"
     arguments |= {
         "model_path": spec.model_path,
         "host": spec.host,
