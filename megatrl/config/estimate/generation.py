@@ -56,7 +56,9 @@ def decode_step_seconds(
         read -= untouched
     moved = read * item / tensor + batch * context * cache_token_bytes
     operations = batch * forward_operations(shape, attended=context) / tensor
-    roof = max(moved / machine.memory, operations / (machine.hardware.peak_flops * machine.efficiency.dense_matmul))
+    efficiency = machine.efficiency
+    bytes_s = moved / (machine.hardware.memory_bandwidth * efficiency.decode_memory)
+    roof = max(bytes_s, operations / (machine.hardware.peak_flops * efficiency.dense_matmul))
     per_layer = machine.efficiency.decode_layer_s + (2 * _ALL_REDUCE_S if tensor > 1 else 0.0)
     return roof + (0.0 if machine.hardware.is_cpu else shape.num_layers * per_layer)
 

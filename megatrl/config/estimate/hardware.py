@@ -57,13 +57,17 @@ class Efficiency:
     """Fractions of the peaks, and latencies in seconds. docs/plan.md says where each number comes from."""
 
     dense_matmul: float = 0.60
-    expert_matmul: float = 0.40  # grouped products of small experts, permutation included
+    expert_matmul: float = 0.35  # grouped products of small experts, permutation included; calibrated
+    imbalance: float = 1.8  # work of the busiest expert rank over the mean under natural routing; calibrated
     attention: float = 0.45
     memory: float = 0.75
+    decode_memory: float = 0.34  # of a decode step, the server's own work included; calibrated
     link: float = 0.70
     network: float = 0.80
     host: float = 0.60
     collective_s: float = 30e-6  # of each collective of a layer in training
+    mixture_layer_s: float = 1e-3  # least time of a mixture layer's forward pass: launches from the host
+    dense_layer_s: float = 0.3e-3
     decode_layer_s: float = 60e-6  # of each layer of a decode step, on top of its bytes: launches, small kernels
     http_bandwidth: float = 0.5e9  # bytes per second into one server by the `tensor` route
     disk_bandwidth: float = 2e9  # bytes per second of a shared file system

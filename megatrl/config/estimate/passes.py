@@ -1,6 +1,7 @@
 """Seconds of passes through the actor by roofline: operations, bytes and messages over what the hardware gives.
 
-Every layer costs max(operations / peak, weight bytes / memory bandwidth) + messages. Nothing overlaps with messages.
+Every layer costs max(operations / peak, weight bytes / memory bandwidth, launches) + messages; messages overlap with
+nothing.
 """
 
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Passes:
     with_backward: bool = False
     recompute: Recompute = "none"
     dispatcher: Dispatcher = "alltoall"
+    is_balanced: bool = False  # routing forced to be even, as benchmarks of pretraining do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +118,28 @@ def _layer(
     experts = 0.0
     if shape.is_mixture:
         projections += 2 * cut * shape.hidden_size * shape.num_experts
-        experts = 2 * cut * shape.num_experts_per_token * expert_parameters(shape)
+        experts = 2 * cut * shape.num_experts_per_token * expert_parameters(shape) * _busiest(degrees, machine, passes)
         weights += expert_parameters(shape) * shape.num_experts / degrees.expert / degrees.expert_tensor
     else:
         projections += 6 * tokens * shape.hidden_size * shape.ffn_size / degrees.tensor
         weights += 3 * shape.hidden_size * shape.ffn_size / degrees.tensor
     core_s = core / (peak * efficiency.attention)
     operations = projections / (peak * efficiency.dense_matmul) + experts / (peak * efficiency.expert_matmul) + core_s
-    forward = max(operations, weights * ITEM_BYTES[precision] / machine.memory)
+    launches = 0.0
+    if not machine.hardware.is_cpu:
+        launches = efficiency.mixture_layer_s if shape.is_mixture else efficiency.dense_layer_s
+    forward = max(operations, weights * ITEM_BYTES[precision] / machine.memory, launches)
     forward_messages, extra_gathers = layer_messages(shape, degrees, precision, machine, passes)
     if not passes.with_backward:
         return forward, forward_messages
     again = {"none": 0.0, "selective": core_s, "full": forward}[passes.recompute]
     messages = 2 * forward_messages + extra_gathers + (forward_messages if passes.recompute == "full" else 0.0)
     return 3 * forward + again, messages
+
+
+def _busiest(degrees: Degrees, machine: Machine, passes: Passes) -> float:
+    """Work of the busiest expert rank over the mean. All experts on one rank are never out of balance."""
+    return 1.0 if passes.is_balanced or degrees.expert == 1 else machine.efficiency.imbalance
 
 
 def layer_messages(
@@ -152,7 +162,8 @@ def layer_messages(
         keys = 2 * max(1, shape.num_kv_heads // degrees.tensor) * shape.head_dim * item
         seconds += (degrees.context - 1) * tokens * keys / (machine.link if in_node else machine.network) + latency
     if shape.is_mixture and degrees.expert > 1:
-        seconds += 2 * (exchange_seconds(shape, degrees, item, machine, cut, passes.dispatcher) + latency)
+        exchange = exchange_seconds(shape, degrees, item, machine, cut, passes.dispatcher)
+        seconds += 2 * (exchange * _busiest(degrees, machine, passes) + latency)
     if shape.is_mixture and degrees.expert_tensor > 1:
         routed = cut * shape.num_experts_per_token * (degrees.expert_tensor - 1)
         seconds += 2 * (routed * shape.hidden_size * item / machine.link + latency)

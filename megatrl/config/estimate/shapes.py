@@ -7,12 +7,24 @@ from megatrl.config.model_shape import Llama3RopeScaling, ModelShape
 
 
 def _qwen3(**sizes: Any) -> ModelShape:
-    common = {"vocab_size": 151936, "head_dim": 128, "num_kv_heads": 8, "norm_eps": 1e-6, "rope_theta": 1e6}
+    common: dict[str, Any] = {
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "num_kv_heads": 8,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
     return ModelShape(family="qwen3", **(common | {"max_positions": 40960} | sizes))
 
 
 def _qwen3_moe(**sizes: Any) -> ModelShape:
-    common = {"vocab_size": 151936, "head_dim": 128, "num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 1e7}
+    common: dict[str, Any] = {
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "num_kv_heads": 4,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e7,
+    }
     experts = {"num_experts": 128, "num_experts_per_token": 8}
     return ModelShape(family="qwen3_moe", **(common | experts | {"max_positions": 262144} | sizes))
 

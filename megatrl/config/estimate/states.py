@@ -1,5 +1,6 @@
 """Weights, gradient buffers and optimizer state of one rank, byte for byte as megatron-core 0.16.1 allocates them."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,34 +55,43 @@ def state_bytes(
 
     With the distributed optimizer each holds an equal range of every buffer. Without it every rank holds all.
     """
+    return _state_bytes(
+        shape, degrees, actor.precision, actor.distributed_optimizer, stage, shard, expert_shard, gradient_bytes
+    )
+
+
+@functools.lru_cache(maxsize=512)  # a search for what fits asks for the same layouts again and again
+def _state_bytes(
+    shape: ModelShape,
+    degrees: Degrees,
+    precision: Precision,
+    is_distributed: bool,
+    stage: int,
+    shard: int,
+    expert_shard: int,
+    gradient_bytes: int,
+) -> StateBytes:
     total = StateBytes(weights=0, gradients=0, master=0, moments=0)
     for chunk in range(degrees.virtual):
         tensors = rank_tensors(shape, degrees, stage=stage, chunk=chunk)
-        for is_expert, num_shards, index in (
-            (False, degrees.shards, shard),
-            (True, degrees.expert_shards, expert_shard),
-        ):
+        groups = ((False, degrees.shards, shard), (True, degrees.expert_shards, expert_shard))
+        for is_expert, num_shards, index in groups:
             mine = [tensor for tensor in tensors if tensor.is_expert == is_expert]
-            if mine:
-                total += _buffer_bytes(mine, actor, num_shards, index, gradient_bytes)
+            if not mine:
+                continue
+            if is_distributed:
+                places, buckets = buffer_layout(mine, num_shards)
+                held = buckets[-1][1]
+                owned = sum(_overlap(place, _bucket_of(place, buckets), num_shards, index) for place in places)
+            else:
+                held = owned = sum(tensor.size for tensor in mine)
+            total += StateBytes(
+                weights=held * ITEM_BYTES[precision],
+                gradients=held * gradient_bytes,
+                master=owned * MASTER_BYTES if precision == "bf16" else 0,
+                moments=owned * MOMENT_BYTES,
+            )
     return total
-
-
-def _buffer_bytes(
-    tensors: Sequence[RankTensor], actor: ActorConfig, num_shards: int, index: int, gradient_bytes: int
-) -> StateBytes:
-    if actor.distributed_optimizer:
-        places, buckets = buffer_layout(tensors, num_shards)
-        held = buckets[-1][1]
-        owned = sum(_overlap(place, _bucket_of(place, buckets), num_shards, index) for place in places)
-    else:
-        held = owned = sum(tensor.size for tensor in tensors)
-    return StateBytes(
-        weights=held * ITEM_BYTES[actor.precision],
-        gradients=held * gradient_bytes,
-        master=owned * MASTER_BYTES if actor.precision == "bf16" else 0,
-        moments=owned * MOMENT_BYTES,
-    )
 
 
 def buffer_layout(
