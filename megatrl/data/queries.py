@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatrl.data.routed_experts import ExpertArray
 from megatrl.data.samples import IntArray
 from megatrl.errors import ScoringError
 
@@ -21,6 +22,8 @@ class PackedQueries:
     cu_seqlens: IntArray  # [S+1], starts at 0, ends at T
     rows: IntArray  # [Q], 0 <= row < T
     targets: IntArray  # [Q], token ids
+    routed_experts: ExpertArray | None = None
+    """[T, layers, top-k] choices to replay; None, as for every frozen model, lets the routers choose."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -28,6 +31,8 @@ class PackedQueries:
             raise ScoringError(f"cu_seqlens must run from 0 to {length} tokens, got {self.cu_seqlens.tolist()}")
         if np.any(np.diff(self.cu_seqlens) <= 0):
             raise ScoringError(f"cu_seqlens must grow, got {self.cu_seqlens.tolist()}: an empty sequence has no row")
+        if self.routed_experts is not None and len(self.routed_experts) != length:
+            raise ScoringError(f"routed_experts are of {len(self.routed_experts)} tokens, the pack has {length}")
         if self.rows.shape != self.targets.shape:
             raise ScoringError(f"{len(self.rows)} rows but {len(self.targets)} targets; each question needs both")
         if len(self.rows) and not (int(self.rows.min()) >= 0 and int(self.rows.max()) < length):
