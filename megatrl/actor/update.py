@@ -16,9 +16,9 @@ from megatrl.config.engines import OptimizerConfig
 from megatrl.data.samples import Microbatch, Minibatch
 from megatrl.errors import NonFiniteError, TrajectoryError
 from megatrl.mcore.layout import Layout
-from megatrl.mcore.logprobs import pair_logprobs
+from megatrl.mcore.logprobs import pair_logprobs, sum_over_context
 from megatrl.mcore.model import CausalModel
-from megatrl.mcore.packing import pack_tokens
+from megatrl.mcore.packing import PackedTokens, pack_tokens
 from megatrl.mcore.schedule import forward_backward
 
 LossChoice = LossConfig | Literal["supervised"]
@@ -57,7 +57,11 @@ def minibatch_gradients(
     zero_gradients(models, optimizer)
 
     def microbatch_loss(model: CausalModel, hidden: Tensor, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        output = _loss_of(model, hidden, microbatches[index], minibatch, loss, temperature)
+        needs_entropy = isinstance(loss, LossConfig) and loss.entropy_coefficient > 0
+        logprobs_T, entropies_T = _action_logprobs(
+            model, hidden, microbatches[index], packs[index], layout, temperature, with_entropy=needs_entropy
+        )
+        output = _loss_of(logprobs_T, entropies_T, microbatches[index], minibatch, loss)
         return output.loss, output.metrics
 
     metrics = forward_backward(models, layout, packs, microbatch_loss)
@@ -99,18 +103,11 @@ def take_minibatches(
 
 
 def _loss_of(
-    model: CausalModel,
-    hidden: Tensor,
-    microbatch: Microbatch,
-    minibatch: Minibatch,
-    loss: LossChoice,
-    temperature: float,
+    logprobs_T: Tensor, entropies_T: Tensor | None, microbatch: Microbatch, minibatch: Minibatch, loss: LossChoice
 ) -> LossOutput:
-    """The loss of one microbatch on the last stage. A filler's is 0 with a gradient of 0."""
-    needs_entropy = isinstance(loss, LossConfig) and loss.entropy_coefficient > 0
-    logprobs_T, entropies_T = _action_logprobs(model, hidden, microbatch, temperature, with_entropy=needs_entropy)
-    arrays = {name: torch.from_numpy(a).float().to(hidden.device) for name, a in microbatch.per_token.items()}
-    mask_T = torch.from_numpy(microbatch.action_mask).to(hidden.device)
+    """The loss of one microbatch on the last stage, the same on all its context ranks. A filler's is 0."""
+    arrays = {name: torch.from_numpy(a).float().to(logprobs_T.device) for name, a in microbatch.per_token.items()}
+    mask_T = torch.from_numpy(microbatch.action_mask).to(logprobs_T.device)
     if not isinstance(loss, LossConfig):
         return supervised_loss(
             logprobs_T, mask_T, loss_denominator=minibatch.loss_denominator, loss_weights_T=arrays.get("loss_weights")
@@ -124,7 +121,7 @@ def _loss_of(
         behavior_logprobs_T=arrays["behavior_logprobs"],
         advantages_T=arrays["advantages"],
         action_mask_T=mask_T,
-        cu_seqlens=torch.from_numpy(microbatch.cu_seqlens).to(hidden.device),
+        cu_seqlens=torch.from_numpy(microbatch.cu_seqlens).to(logprobs_T.device),
         loss_denominator=minibatch.loss_denominator,
         num_action_tokens=float(minibatch.num_action_tokens),
         loss_weights_T=arrays.get("loss_weights"),
@@ -134,17 +131,29 @@ def _loss_of(
 
 
 def _action_logprobs(
-    model: CausalModel, hidden: Tensor, microbatch: Microbatch, temperature: float, *, with_entropy: bool
+    model: CausalModel,
+    hidden: Tensor,
+    microbatch: Microbatch,
+    pack: PackedTokens,
+    layout: Layout,
+    temperature: float,
+    *,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns logprobs (and entropies) [T], 0 outside the action mask; only its rows are projected.
 
-    Both depend on the hidden states even in a filler, so that its backward pass takes place.
+    Each context rank computes those of its own rows, and all get all of them. Both depend on the hidden
+    states even in a filler, so that its backward pass takes place.
     """
     positions = torch.from_numpy(microbatch.action_mask).to(hidden.device).nonzero()[:, 0]
+    places, rows = pack.owned(positions - 1)
+    positions = positions[places]
     targets = torch.from_numpy(microbatch.tokens).to(hidden.device)[positions]
     logprobs, entropies = pair_logprobs(
-        model, hidden, positions - 1, targets, temperature=temperature, with_entropy=with_entropy
+        model, hidden, rows, targets, temperature=temperature, with_entropy=with_entropy
     )
     empty_T = hidden.new_zeros(len(microbatch.tokens), dtype=torch.float32)
-    logprobs_T = empty_T.index_put((positions,), logprobs)
-    return logprobs_T, None if entropies is None else empty_T.index_put((positions,), entropies)
+    logprobs_T = sum_over_context(empty_T.index_put((positions,), logprobs), layout)
+    if entropies is None:
+        return logprobs_T, None
+    return logprobs_T, sum_over_context(empty_T.index_put((positions,), entropies), layout)

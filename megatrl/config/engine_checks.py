@@ -1,5 +1,6 @@
 """Rules of several fields about the engines: models, layouts, devices, limits. Listed in config/checks.py."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -169,7 +170,7 @@ def check_layout_fits(recipe: Recipe) -> Iterator[Problem]:
         return
     for sentence in check_layout(recipe.actor.layout, shape):
         message, _, remedy = sentence.partition("; ")
-        degrees = [name for name in type(recipe.actor.layout).model_fields if f"layout.{name}" in sentence]
+        degrees = [name for name in type(recipe.actor.layout).model_fields if re.search(rf"layout\.{name}\b", sentence)]
         yield Problem(
             paths=tuple(f"actor.layout.{name}" for name in degrees) or ("actor.layout",),
             message=message,

@@ -39,12 +39,21 @@ ModelConfig = Annotated[HFModel | TinyModel, Field(discriminator="kind")]
 
 
 class LayoutConfig(Section):
-    """Degrees of parallelism. Data parallelism is what remains of `world_size`."""
+    """Degrees of parallelism. Data parallelism is world_size / (tensor x pipeline x context)."""
 
     world_size: int = Field(default=1, gt=0)
     tensor: int = Field(default=1, gt=0)
     pipeline: int = Field(default=1, gt=0)
+    virtual_pipeline: int = Field(default=1, gt=0)
+    """Model chunks for each pipeline stage; more than one makes the schedule interleaved."""
+    first_stage_layers: int | None = Field(default=None, gt=0)
+    """Layers of the first pipeline stage; null shares evenly."""
+    last_stage_layers: int | None = Field(default=None, gt=0)
+    context: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each sequence."""
     expert: int = Field(default=1, gt=0)
+    expert_tensor: int | None = Field(default=None, gt=0)
+    """Ranks over which one expert is cut; null means `tensor` where expert is 1, and 1 otherwise."""
     sequence_parallel: bool = False
     """Required with tensor > 1 on mixture models."""
 

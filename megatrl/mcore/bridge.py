@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatrl.config.model_shape import ModelShape
+from megatrl.config.pipeline import Chunks
 from megatrl.errors import ModelError
 from megatrl.mcore.groups import broadcast, expert_group, expert_tensor_group, pipeline_group, tensor_group
-from megatrl.mcore.model import CausalModel, padded_vocab_size, unwrap
+from megatrl.mcore.model import CausalModel, padded_vocab_size, shape_of, unwrap
 from megatrl.mcore.safetensors_reader import SafetensorsReader
+from megatrl.mcore.sharded_weights import load_sharded_directory
 from megatrl.mcore.weight_map import (
     EMBEDDING,
     HF_EMBEDDING,
@@ -29,18 +31,23 @@ from megatrl.mcore.weight_map import (
     unfuse,
     weight_rules,
 )
+from megatrl.mcore.weights_directory import is_weights_directory
 
 
 def load_hf_weights(models: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Fills every parameter of this rank from the Hugging Face files in `path`; no communication.
 
+    A directory that `megatrl convert hf-to-megatron` wrote loads too, collectively over all ranks.
+
     Parameters are NaN first, so that one left out cannot pass. Raises ModelError, naming tensors, for
     files with missing, unknown or wrongly shaped tensors and for a parameter not written exactly once.
     An optimizer with master weights must reload them afterwards (`ActorWorker.load_hf` does).
     """
-    (model,) = (unwrap(m) for m in models)
-    shape = model.shape
-    targets = _named_parameters(model)
+    if is_weights_directory(path):
+        load_sharded_directory(models, path)
+        return
+    shape = shape_of(models)
+    targets = _named_parameters(models)
     rules = {rule.megatron_name: rule for rule in _rules_with_tied_output(shape)}
     if unknown := sorted(set(targets) - set(rules)):
         raise ModelError(f"no weight rule for the Megatron parameters {unknown[:5]}; add them to mcore/weight_map.py")
@@ -61,28 +68,27 @@ def iter_hf_weights(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Te
     device, trimmed to vocab_size, experts one by one. Tied models have no lm_head. A tensor may share
     memory with the live parameter, so copy what outlives the next optimizer step.
     """
-    (model,) = (unwrap(m) for m in models)
-    shape = model.shape
-    parameters = _named_parameters(model)
+    first = unwrap(models[0])
+    shape, stages = first.shape, _stages(first.chunks)
+    parameters = _named_parameters(models)
     for rule in weight_rules(shape):
-        full = _gathered(rule, parameters, shape)
+        owner = _owning_stage(rule, stages)
+        full = _gathered(rule, parameters, shape) if owner == pipeline_group().rank() else None
         tensors: Sequence[Tensor | None] = [None] * len(rule.hf_names) if full is None else unfuse(rule, full, shape)
         for name, tensor in zip(rule.hf_names, tensors, strict=True):
-            yield name, _from_owning_stage(rule, name, tensor, model)
+            yield name, _from_owning_stage(owner, name, tensor, first)
 
 
-def _named_parameters(model: CausalModel) -> dict[str, Tensor]:
-    """Returns this rank's parameters under global names; a name that occurs twice is an error."""
-    layers_here = len(model.decoder.layers)
-    experts_here = model.shape.num_experts // expert_group().size()
-    first_layer = pipeline_group().rank() * layers_here
-    first_expert = expert_group().rank() * experts_here
+def _named_parameters(models: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Returns this rank's parameters, of all chunks, under global names; a name that occurs twice is an error."""
     named: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        full_name = global_name(name, first_layer=first_layer, first_expert=first_expert)
-        if full_name in named:
-            raise ModelError(f"two parameters are called {full_name}; the second is {name}")
-        named[full_name] = parameter
+    for model in (unwrap(m) for m in models):
+        first_expert = expert_group().rank() * (model.shape.num_experts // expert_group().size())
+        for name, parameter in model.named_parameters():
+            full_name = global_name(name, first_layer=model.layers.start, first_expert=first_expert)
+            if full_name in named:
+                raise ModelError(f"two parameters are called {full_name}; the second is {name}")
+            named[full_name] = parameter
     return named
 
 
@@ -125,18 +131,19 @@ def _load_parameter(parameter: Tensor, rule: WeightRule, reader: SafetensorsRead
     parameter.copy_(part)
 
 
-def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor | None:
-    """Returns the full parameter on the stage that owns it, None on the others."""
-    if _owning_stage(rule, shape) != pipeline_group().rank():
-        return None
+def _gathered(rule: WeightRule, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor:
+    """Returns the full parameter. Collective over the ranks of the stage that owns it."""
     if rule.expert is not None and expert_group().size() > 1:
         return _expert_from_owner(rule, rule.expert, parameters, shape)
-    parameter = parameters[rule.megatron_name].detach()
+    return _joined(rule, parameters[rule.megatron_name].detach())
+
+
+def _joined(rule: WeightRule, part: Tensor) -> Tensor:
     group = _splitting_group(rule)
     if rule.split_dim is None or group.size() == 1:
-        return parameter
-    parts = [torch.empty_like(parameter) for _ in range(group.size())]
-    dist.all_gather(parts, parameter.contiguous(), group=group)
+        return part
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
     return join(rule, parts)
 
 
@@ -146,10 +153,10 @@ def _splitting_group(rule: WeightRule) -> dist.ProcessGroup:
 
 
 def _expert_from_owner(rule: WeightRule, expert: int, parameters: dict[str, Tensor], shape: ModelShape) -> Tensor:
-    """Expert parallelism never cuts an expert, so the owner's copy is the full parameter."""
+    """The ranks that share an expert join it, and each hands it to the other expert ranks."""
     owner = expert // (shape.num_experts // expert_group().size())
     if rule.megatron_name in parameters:
-        tensor = parameters[rule.megatron_name].detach().contiguous()
+        tensor = _joined(rule, parameters[rule.megatron_name].detach()).contiguous()
     else:
         rows, columns = hf_tensor_shape(shape, rule.hf_names[0])
         anchor = next(iter(parameters.values()))
@@ -158,7 +165,7 @@ def _expert_from_owner(rule: WeightRule, expert: int, parameters: dict[str, Tens
     return tensor
 
 
-def _from_owning_stage(rule: WeightRule, name: str, tensor: Tensor | None, model: CausalModel) -> Tensor:
+def _from_owning_stage(owner: int, name: str, tensor: Tensor | None, model: CausalModel) -> Tensor:
     if pipeline_group().size() == 1:
         assert tensor is not None, "the only stage owns every tensor"
         return tensor
@@ -166,12 +173,16 @@ def _from_owning_stage(rule: WeightRule, name: str, tensor: Tensor | None, model
         anchor = next(model.parameters())
         tensor = torch.empty(hf_tensor_shape(model.shape, name), dtype=anchor.dtype, device=anchor.device)
     tensor = tensor.contiguous()
-    broadcast(tensor, source=_owning_stage(rule, model.shape), group=pipeline_group())
+    broadcast(tensor, source=owner, group=pipeline_group())
     return tensor
 
 
-def _owning_stage(rule: WeightRule, shape: ModelShape) -> int:
-    num_stages = pipeline_group().size()
+def _stages(chunks: Chunks) -> dict[int, int]:
+    """Returns layer -> the pipeline stage that holds it."""
+    return {layer: stage for stage, of_stage in enumerate(chunks) for layers in of_stage for layer in layers}
+
+
+def _owning_stage(rule: WeightRule, stages: dict[int, int]) -> int:
     if rule.layer is not None:
-        return rule.layer // (shape.num_layers // num_stages)
-    return 0 if rule.megatron_name == EMBEDDING else num_stages - 1
+        return stages[rule.layer]
+    return 0 if rule.megatron_name == EMBEDDING else pipeline_group().size() - 1

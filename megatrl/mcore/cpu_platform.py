@@ -1,15 +1,16 @@
-"""megatron-core 0.16.1 on CPU: renames of the device, and three repairs. See docs/adr/0001-cpu-platform.md.
+"""megatron-core 0.16.1 on CPU: renames of the device, and four repairs. See docs/adr/0001-cpu-platform.md.
 
 `activate()` is called before any Megatron code runs. Where CUDA is available it changes nothing.
 Every patch states what upstream does and when it can go. Most only rename the device; `moe` replaces
-the dispatcher's device-to-host copy and `optimizer` repairs loading, so CPU tests do not cover those
-lines of the GPU path.
+the dispatcher's device-to-host copy, `collectives` stands in for what gloo lacks and `optimizer` repairs
+loading, so CPU tests do not cover those lines of the GPU path.
 """
 
 import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -54,6 +55,7 @@ def activate() -> bool:
         _rename_device()
         _repair_moe_dispatch()
         _repair_optimizer_loading()
+        _repair_uneven_collectives()
         _patched.set()
     if getattr(_modes, "entered", None) is None:
         _modes.entered = CudaNamesMeanCpu()
@@ -95,6 +97,36 @@ def _repair_moe_dispatch() -> None:
         return tokens_per_expert
 
     dispatcher._maybe_dtoh_and_synchronize = splits_as_numpy
+
+
+def _repair_uneven_collectives() -> None:
+    """gloo (torch 2.13) gathers and scatters equal parts only, NCCL also unequal ones.
+
+    Megatron uses unequal ones where an expert is cut over ranks that have received different numbers of tokens.
+    Here the gather is one broadcast from each rank, the scatter a sum of which each rank keeps its part.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        parts = [part.new_empty(size, *part.shape[1:]) for size in output_split_sizes]
+        parts[group.rank()] = part.contiguous()
+        for rank, tensor in enumerate(parts):
+            dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
+        return torch.cat(parts)
+
+    def scatter_parts(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def _repair_optimizer_loading() -> None:

@@ -25,7 +25,13 @@ def expert_tensor_group() -> ProcessGroup:
     return _only(parallel_state.get_expert_tensor_parallel_group())
 
 
+def context_group() -> ProcessGroup:
+    """The ranks that share the tokens of the same sequences, in the order of their chunks."""
+    return _only(parallel_state.get_context_parallel_group())
+
+
 def data_group() -> ProcessGroup:
+    """Ranks with different microbatches; context ranks, which share theirs, are in different groups."""
     return _only(parallel_state.get_data_parallel_group())
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import ModelShape
-from megatrl.config.plan import check_layout, expert_tensor_degree
+from megatrl.config.pipeline import Chunks, pipeline_chunks
+from megatrl.config.plan import check_layout, expert_tensor_degree, length_multiple
 from megatrl.errors import LayoutError
 from megatrl.mcore import cpu_platform
 
@@ -23,11 +24,18 @@ _cuda_index = 0  # of this process, like Megatron's own groups; torch keeps a cu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of TP, PP, EP and DP, and where this rank stands in each."""
+    """Degrees of TP, PP, CP, EP and DP, and where this rank stands in each.
+
+    Ranks that differ in `context_rank` alone have one `data_rank`: they work on the same microbatches.
+    """
 
     world_size: int
     tensor: int
     pipeline: int
+    virtual_pipeline: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    context: int = 1
     expert: int
     expert_tensor: int
     data: int
@@ -36,6 +44,7 @@ class Layout:
     rank: int
     tensor_rank: int
     pipeline_rank: int
+    context_rank: int = 0
     expert_rank: int
     data_rank: int
 
@@ -49,8 +58,18 @@ class Layout:
 
     @property
     def length_multiple(self) -> int:
-        """The packed length T must be a multiple of this: sequence parallelism cuts it over TP ranks."""
-        return self.tensor if self.sequence_parallel else 1
+        """What the padded length of a pack is a multiple of; see `config.plan.length_multiple`."""
+        return length_multiple(tensor=self.tensor, context=self.context, sequence_parallel=self.sequence_parallel)
+
+    def chunks(self, num_layers: int) -> Chunks:
+        """Returns layers[stage][chunk] of a model with `num_layers` on this layout."""
+        return pipeline_chunks(
+            num_layers,
+            pipeline=self.pipeline,
+            virtual=self.virtual_pipeline,
+            first=self.first_stage_layers,
+            last=self.last_stage_layers,
+        )
 
     @property
     def torch_device(self) -> torch.device:
@@ -87,18 +106,16 @@ def initialize(
         world_size=config.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor,
-        pipeline_model_parallel_size=config.pipeline,
-        expert_model_parallel_size=config.expert,
-        expert_tensor_parallel_size=expert_tensor_degree(config),
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-    )
+    _create_groups(config, timeout_s)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     layout = Layout(
         world_size=config.world_size,
         tensor=config.tensor,
         pipeline=config.pipeline,
+        virtual_pipeline=config.virtual_pipeline,
+        first_stage_layers=config.first_stage_layers,
+        last_stage_layers=config.last_stage_layers,
+        context=config.context,
         expert=config.expert,
         expert_tensor=expert_tensor_degree(config),
         data=parallel_state.get_data_parallel_world_size(),
@@ -107,11 +124,26 @@ def initialize(
         rank=rank,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
     )
     logger.info("layout %s", layout)
     return layout
+
+
+def _create_groups(config: LayoutConfig, timeout_s: float) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=expert_tensor_degree(config),
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
 
 
 def destroy() -> None:

@@ -15,7 +15,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatrl.mcore.groups import tensor_group
+from megatrl.mcore.groups import context_group, tensor_group
+from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import CausalModel
 
 LOGIT_BYTES = 256 * 1024 * 1024
@@ -98,6 +99,27 @@ def _chunk_logprobs(
         is_padding_V = torch.arange(weight_VH.shape[0], device=logits_UV.device) >= num_valid
         logits_UV = logits_UV.masked_fill(is_padding_V, PADDING_LOGIT)
     return VocabParallelLogprobs.apply(logits_UV, index_N, targets_N - first, with_entropy)  # type: ignore[no-any-return]
+
+
+def sum_over_context(values: Tensor, layout: Layout) -> Tensor:
+    """Returns the sum over context ranks of values that are 0 wherever another rank has them.
+
+    Every context rank then computes the same whole loss, and the gradient of its own values alone flows back:
+    the sum of gradients over ranks counts each value once. Collective over CP.
+    """
+    return values if layout.context == 1 else _SumOverContext.apply(values)  # type: ignore[no-any-return]
+
+
+class _SumOverContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=context_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class VocabParallelLogprobs(torch.autograd.Function):

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megatrl.config.engines import Precision
 from megatrl.config.model_shape import ModelShape
+from megatrl.config.pipeline import Chunks
+from megatrl.errors import LayoutError
 from megatrl.mcore.attention import PackedCausalAttention
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.norm import RMSNorm
@@ -30,10 +32,13 @@ class CausalModel(GPTModel):
     """A GPTModel whose last stage returns the final hidden states instead of all logits.
 
     Only the positions that carry weight are projected to the vocabulary, in `mcore/logprobs.py`: the
-    full [T, vocabulary] logits of a multi-turn pack would not fit. `shape` says what it was built from.
+    full [T, vocabulary] logits of a multi-turn pack would not fit. `shape` says what it was built from,
+    `chunks` which layers every stage and chunk of the whole pipeline holds, `layers` which are in this one.
     """
 
     shape: ModelShape
+    chunks: Chunks
+    layers: range
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -53,35 +58,58 @@ def padded_vocab_size(shape: ModelShape, tensor: int) -> int:
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, *, precision: Precision, recompute: Recompute = "none"
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    precision: Precision,
+    recompute: Recompute = "none",
 ) -> list[torch.nn.Module]:
-    """Returns this rank's model chunks (one), with weights that still have to be loaded.
+    """Returns this rank's model chunks, first to last, with weights that still have to be loaded.
 
     bf16 models are bf16 throughout, without Megatron's Float16Module: that wrapper only casts inputs and
     outputs, which are token ids and hidden states here. Master weights are the optimizer's.
     """
     config = transformer_config(shape, layout, precision=precision, recompute=recompute)
+    models: list[torch.nn.Module] = []
+    for chunk in range(layout.virtual_pipeline):
+        model = _build_chunk(config, shape, layout, chunk)
+        model.rotary_pos_emb.inv_freq = rope_frequencies(shape)
+        for name, parameter in model.named_parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            if ".experts." in name:
+                # Megatron's own mark is missing with one expert rank: experts would then share the dense buffers,
+                # be summed over the wrong ranks where they are whole under TP, and have another optimizer than with
+                # several.
+                parameter.allreduce = False  # type: ignore[attr-defined]
+        models.append(model.to(device=layout.torch_device, dtype=DTYPES[precision]))
+    return models
+
+
+def _build_chunk(config: TransformerConfig, shape: ModelShape, layout: Layout, chunk: int) -> CausalModel:
+    chunks = layout.chunks(shape.num_layers)
+    layers = chunks[layout.pipeline_rank][chunk]
     model = CausalModel(
         config,
-        _block_spec(config, shape, layout),  # type: ignore[arg-type]  # a block's submodules are accepted too
+        _block_spec(config, shape, layout, num_layers=len(layers)),  # type: ignore[arg-type]  # accepted, too
         vocab_size=padded_vocab_size(shape, layout.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
+        pre_process=layout.is_first_stage and chunk == 0,
+        post_process=layout.is_last_stage and chunk == layout.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,  # type: ignore[arg-type]  # annotated int, used as a float
+        vp_stage=chunk if layout.virtual_pipeline > 1 else None,
     )
-    model.shape = shape
-    model.rotary_pos_emb.inv_freq = rope_frequencies(shape)
-    for name, parameter in model.named_parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if ".experts." in name:
-            # Megatron's own mark is missing with one expert rank: experts would then share the dense buffers, be
-            # summed over the wrong ranks where they are whole under TP, and have another optimizer than with several.
-            parameter.allreduce = False  # type: ignore[attr-defined]
-    return [model.to(device=layout.torch_device, dtype=DTYPES[precision])]
+    model.shape, model.chunks, model.layers = shape, chunks, layers
+    built: list[Any] = list(model.decoder.layers)
+    numbered = [layer.layer_number - 1 for layer in built]  # what checkpoints are written under
+    if numbered != list(layers):
+        raise LayoutError(
+            f"stage {layout.pipeline_rank}, chunk {chunk} was meant to hold the layers {list(layers)} but Megatron "
+            f"numbers them {numbered}; megatron-core has changed how it splits a pipeline"
+        )
+    return model
 
 
 def unwrap(model: torch.nn.Module) -> CausalModel:
@@ -105,7 +133,7 @@ def transformer_config(
     fp32 and has no auxiliary loss.
     """
     on_cuda = layout.device == "cuda"
-    options = _mixture_options(shape, on_cuda=on_cuda) | _recompute_options(recompute)
+    options = _mixture_options(shape, on_cuda=on_cuda) | _recompute_options(recompute) | _pipeline_options(layout)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -137,6 +165,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         sequence_parallel=layout.sequence_parallel,
@@ -159,6 +188,22 @@ def _mixture_options(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
         "moe_grouped_gemm": on_cuda,
         "moe_permute_fusion": on_cuda,
     }
+
+
+def _pipeline_options(layout: Layout) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+    }
+    if layout.virtual_pipeline > 1:
+        # With two stages each is both neighbours of the other, and Megatron's default (batched) exchange then gives
+        # each the other's wrong tensor without an error.
+        options |= {
+            "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return options
 
 
 def _recompute_options(recompute: Recompute) -> dict[str, Any]:
@@ -191,7 +236,9 @@ def rope_frequencies(shape: ModelShape) -> Tensor:
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), smoothed, scaled)
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, shape: ModelShape, layout: Layout, *, num_layers: int
+) -> TransformerBlockSubmodules:
     num_experts = shape.num_experts or None
     if layout.device == "cuda":  # not run in this project's tests
         from megatron.core.extensions.transformer_engine import TENorm
@@ -214,4 +261,4 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
         attention.core_attention = PackedCausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (shape.num_layers // layout.pipeline), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

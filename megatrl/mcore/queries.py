@@ -11,7 +11,7 @@ from megatrl.data.samples import FloatArray
 from megatrl.errors import NonFiniteError, ScoringError
 from megatrl.mcore.groups import broadcast, pipeline_group
 from megatrl.mcore.layout import Layout, activate
-from megatrl.mcore.logprobs import pair_logprobs
+from megatrl.mcore.logprobs import pair_logprobs, sum_over_context
 from megatrl.mcore.model import CausalModel, shape_of
 from megatrl.mcore.packing import pack_tokens
 from megatrl.mcore.schedule import forward_only
@@ -27,7 +27,7 @@ def target_logprobs(
     """Returns for each pack the [Q] log p(targets | tokens up to and including rows).
 
     Collective over all ranks. Each data rank brings its own packs, all the same number of them (a
-    one-token pack without questions fills up); the result is valid on every tensor and pipeline rank
+    one-token pack without questions fills up); the result is valid on every tensor, pipeline and context rank
     of that data rank. Evaluation mode, no gradients, no random state moves. Raises ScoringError for
     ids outside the vocabulary, NonFiniteError for a NaN or infinite result.
     """
@@ -39,9 +39,11 @@ def target_logprobs(
     packs = [pack_tokens(query.tokens, query.cu_seqlens, layout) for query in queries]
 
     def read(model: CausalModel, hidden: Tensor, index: int) -> Tensor:
-        rows = torch.from_numpy(queries[index].rows).to(hidden.device)
-        targets = torch.from_numpy(queries[index].targets).to(hidden.device)
-        return pair_logprobs(model, hidden, rows, targets, temperature=temperature)[0]
+        places, rows = packs[index].owned(torch.from_numpy(queries[index].rows).to(hidden.device))
+        targets = torch.from_numpy(queries[index].targets).to(hidden.device)[places]
+        answers = hidden.new_zeros(queries[index].num_questions, dtype=torch.float32)
+        answers[places] = pair_logprobs(model, hidden, rows, targets, temperature=temperature)[0]
+        return sum_over_context(answers, layout)
 
     answers = forward_only(models, layout, packs, read)
     if layout.is_last_stage:

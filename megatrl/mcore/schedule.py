@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -12,7 +13,7 @@ from torch import Tensor
 from megatrl.mcore.groups import data_group, pipeline_group
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import CausalModel, unwrap
-from megatrl.mcore.packing import PackedTokens
+from megatrl.mcore.packing import PackedTokens, pack_tokens
 
 Loss = Callable[[CausalModel, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
 """(model, hidden states, microbatch index) -> (loss already divided by its global denominator, metrics)."""
@@ -27,18 +28,23 @@ def forward_backward(
     """Returns the metrics summed over microbatches and data ranks, on every rank; gradients are accumulated.
 
     Collective over all ranks, which all bring the same number of packs. Gradients and metrics are
-    plain sums over microbatches and data ranks. The metric `loss` is added.
+    plain sums over microbatches and data ranks; context ranks share theirs. The metric `loss` is added.
     """
+    collected: dict[int, dict[str, Tensor]] = {}
 
-    def summed_loss(hidden: Tensor, index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        value, metrics = loss(unwrap(models[0]), hidden, index)
+    def summed_loss(model: CausalModel, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        if index < len(packs):
+            value, metrics = loss(model, hidden, index)
+            collected[index] = {name: x.detach() for name, x in {**metrics, "loss": value}.items()}
+        else:
+            value = hidden.float().sum() * 0.0
         # With calculate_per_token_loss Megatron divides gradients by this count, and not at all when it
         # is 0. A two-part result would be divided by the number of microbatches instead.
         no_tokens = torch.zeros([], dtype=torch.int, device=hidden.device)
-        return value, no_tokens, {name: x.detach() for name, x in {**metrics, "loss": value}.items()}
+        return value, no_tokens, None
 
-    per_microbatch = _run(models, packs, summed_loss, forward_only=False)
-    return _sum_metrics(per_microbatch, layout)
+    _run(models, layout, packs, summed_loss, forward_only=False)
+    return _sum_metrics([collected[index] for index in sorted(collected)], layout)
 
 
 def forward_only(
@@ -50,36 +56,49 @@ def forward_only(
     gradients; the earlier mode comes back afterwards and no random state moves.
     """
     was_training = [model.training for model in models]
+    collected: dict[int, Any] = {}
 
-    def read(hidden: Tensor, index: int, *, non_loss_data: bool = True) -> Any:
-        return readout(unwrap(models[0]), hidden, index)
+    def read(model: CausalModel, index: int, hidden: Tensor, *, non_loss_data: bool) -> None:
+        if index < len(packs):
+            collected[index] = readout(model, hidden, index)
 
     try:
         for model in models:
             model.eval()
         devices = [] if layout.device == "cpu" else [layout.torch_device]
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            return _run(models, packs, read, forward_only=True)
+            _run(models, layout, packs, read, forward_only=True)
     finally:
         for model, mode in zip(models, was_training, strict=True):
             model.train(mode)
+    return [collected[index] for index in sorted(collected)]
+
+
+def num_fillers(num_packs: int, layout: Layout) -> int:
+    """Returns the weightless packs to add: the interleaved schedule takes multiples of the pipeline's stages only."""
+    return -num_packs % layout.pipeline if layout.virtual_pipeline > 1 else 0
 
 
 def _run(
     models: Sequence[torch.nn.Module],
+    layout: Layout,
     packs: Sequence[PackedTokens],
     on_last_stage: Callable[..., Any],
     *,
     forward_only: bool,
-) -> list[Any]:
+) -> None:
+    """Calls `on_last_stage(model, index, hidden)` for each pack and filler; fillers have the last indices."""
+    filler = pack_tokens(np.zeros(1, dtype=np.int64), np.array([0, 1]), layout)
+    packs = [*packs, *[filler] * num_fillers(len(packs), layout)]
+
     def step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         index, pack = next(iterator)
         hidden = model(pack.tokens, None, None, packed_seq_params=pack.sequences)
-        return hidden, partial(_call_with_index, on_last_stage, index)
+        return hidden, partial(on_last_stage, unwrap(model), index)
 
-    return get_forward_backward_func()(
+    get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(list(enumerate(packs))),
+        data_iterator=[iter(list(enumerate(packs))) for _ in models],
         model=list(models),
         num_microbatches=len(packs),
         seq_length=packs[0].tokens.shape[1],  # ignored: variable_seq_lengths
@@ -87,10 +106,6 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-
-
-def _call_with_index(function: Callable[..., Any], index: int, hidden: Tensor, **options: Any) -> Any:
-    return function(hidden, index, **options)
 
 
 def _sum_metrics(per_microbatch: list[dict[str, Tensor]], layout: Layout) -> dict[str, float]:

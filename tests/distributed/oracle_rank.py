@@ -11,12 +11,20 @@ import torch.distributed as dist
 from oracle import BETAS, CLIP, EPS, LOSS, LR, TEMPERATURE, WEIGHT_DECAY, Case, reordered
 from world import agreed_port, rank_arguments, report
 
+from megatrl.actor.update import minibatch_gradients
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.batching.packing import attach_old_logprobs, pack
+from megatrl.config.credit import SequenceLoss
 from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig
 from megatrl.data.queries import PackedQueries
+from megatrl.data.samples import PackedBatch
+from megatrl.mcore import layout as layouts
+from megatrl.mcore import model
+from megatrl.mcore.groups import expert_tensor_group
+from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import unwrap
 from megatrl.mcore.queries import target_logprobs
+from megatrl.mcore.schedule import num_fillers
 
 
 def main() -> None:
@@ -26,8 +34,15 @@ def main() -> None:
         case: Case = pickle.loads(Path(run["case"]).read_bytes())
         case = reordered(case) if run.get("reorder") else case
         print("run", run, flush=True)
+        if run.get("default_exchange"):
+            model._pipeline_options = _default_exchange
         results.append(compare(case, run, rank, port=agreed_port(str(index))))
     report(results)
+
+
+def _default_exchange(layout: Layout) -> dict[str, Any]:
+    """Megatron's own way between pipeline stages, which an interleaved schedule of two stages must not use."""
+    return {"virtual_pipeline_model_parallel_size": layout.virtual_pipeline}
 
 
 def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[str, float]:
@@ -63,6 +78,7 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
     )
     result: dict[str, float] = {"data_ranks": worker.layout.data}
     result["microbatches"] = sum(len(m.microbatches[0]) for m in batch.minibatches)
+    result["schedule_fillers"] = sum(num_fillers(len(m.microbatches[0]), worker.layout) for m in batch.minibatches)
     result["fillers"] = sum(
         not m.action_mask.any() for b in batch.minibatches for rank_share in b.microbatches for m in rank_share
     )
@@ -75,6 +91,7 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
         ),
         default=0.0,
     )
+    result |= _sequence_level(worker, attach_old_logprobs(batch, case.old_logprobs))
     updates = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
     result["loss"] = _relative(updates.metrics["loss"], float(np.mean(case.expected.losses)))
     result["grad_norm"] = _relative(updates.metrics["grad_norm"], float(np.mean(case.expected.grad_norms)))
@@ -86,6 +103,17 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
     result["replicas_equal"] = float(_replicas_equal(worker))
     worker.close()
     return result
+
+
+def _sequence_level(worker: ActorWorker, batch: PackedBatch) -> dict[str, float]:
+    """Loss and gradient norm of a loss that needs whole sequences at once; compared between layouts."""
+    loss = LOSS.model_copy(update={"policy": SequenceLoss(clip_low=0.2, clip_high=0.28)})
+    layouts.activate("cpu")
+    metrics = minibatch_gradients(
+        worker.models, worker.optimizer, worker.layout, batch.minibatches[0], loss, temperature=TEMPERATURE
+    )
+    worker.optimizer.prepare_grads()
+    return {"sequence_loss": metrics["loss"], "sequence_grad_norm": float(worker.optimizer.get_grad_norm())}
 
 
 def _query_error(worker: ActorWorker, case: Case) -> float:
@@ -104,7 +132,7 @@ def _query_error(worker: ActorWorker, case: Case) -> float:
     state = torch.get_rng_state()
     answers = target_logprobs(worker.models, worker.layout, packs)
     assert torch.equal(state, torch.get_rng_state()), "scoring moved the random state"
-    assert all(model.training for model in worker.models), "scoring left the model in evaluation mode"
+    assert all(chunk.training for chunk in worker.models), "scoring left the model in evaluation mode"
     return max(_relative(a, e) for a, e in zip(answers, expected, strict=True))
 
 
@@ -112,11 +140,15 @@ def _replicas_equal(worker: ActorWorker) -> bool:
     """Every parameter has equal bits on all ranks that hold the same part of it."""
     layout = worker.layout
     mine = {}
-    for name, p in unwrap(worker.models[0]).named_parameters():
-        is_expert = ".local_experts." in name
-        is_cut = getattr(p, "tensor_model_parallel", False) and (layout.expert_tensor > 1 or not is_expert)
-        place = (layout.pipeline_rank, layout.expert_rank if is_expert else 0, layout.tensor_rank if is_cut else 0)
-        mine[f"{place}{name}"] = p.detach().numpy().tobytes()
+    for chunk in (unwrap(m) for m in worker.models):
+        for name, p in chunk.named_parameters():
+            is_expert = ".experts." in name
+            place = [chunk.layers.start, getattr(p, "tensor_model_parallel", False)]
+            if is_expert:
+                place += [layout.expert_rank, expert_tensor_group().rank()]
+            elif place[1]:
+                place.append(layout.tensor_rank)
+            mine[f"{place}{name}"] = p.detach().numpy().tobytes()
     everyone: list[Any] = [None] * layout.world_size
     dist.all_gather_object(everyone, mine)
     return all(other[name] == value for other in everyone for name, value in mine.items() if name in other)

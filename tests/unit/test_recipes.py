@@ -50,8 +50,8 @@ def test_layout_and_limits_of_the_large_recipes_fit_the_model_they_name(path, tm
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     loaded = load_recipe(path, [f"model.path={tmp_path}"])  # with the model's files, every rule applies
     assert loaded.warnings == ()
-    with pytest.raises(ConfigError, match="num_kv_heads=4"):
-        load_recipe(path, [f"model.path={tmp_path}", "actor.layout.tensor=8"])
+    with pytest.raises(ConfigError, match="num_heads=32"):
+        load_recipe(path, [f"model.path={tmp_path}", "actor.layout.tensor=12"])
 
 
 def keys(text: str):
