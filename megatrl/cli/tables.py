@@ -39,6 +39,14 @@ def difference_table(found: Sequence[Difference], *, left: str, right: str) -> T
     return table
 
 
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
+    """A table of texts."""
+    table = _table(title, *header)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def print_table(table: Table) -> None:
     """Print to standard output, wide enough that pipes and logs keep whole lines."""
     console = Console()

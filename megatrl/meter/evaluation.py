@@ -1,13 +1,64 @@
 """How good a meter is: its forecasts against what happened. Pure functions, float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from megatrl.algorithms.deltattg import signal_length_correlation
 from megatrl.data.meter_labels import MeterLabel
 from megatrl.data.samples import FloatArray
 from megatrl.data.scores import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySignal:
+    """The step signal that a meter's forecasts make of one trajectory."""
+
+    deltas: tuple[float, ...]  # [K], tokens
+    lengths: tuple[int, ...]  # [K], action tokens
+    num_states_at_failure_cost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterEvaluation:
+    """The metrics of a meter on a data set, and the points behind its plots."""
+
+    metrics: Mapping[str, float]
+    completion: tuple[tuple[float, bool], ...] = ()  # (forecast probability, what happened)
+    tokens_to_go: tuple[tuple[float, float], ...] = ()  # (forecast, recorded), both of completion
+    signal: tuple[tuple[float, float], ...] = ()  # (action tokens n_k, Delta_k)
+
+
+def evaluate_examples(
+    forecasts: Sequence[Forecast], labels: Sequence[MeterLabel], signals: Sequence[TrajectorySignal]
+) -> MeterEvaluation:
+    """`evaluate_forecasts`, and of the trajectories: correlation of Delta_k with n_k, share of states at cost C.
+
+    Near 1 the correlation says that long actions earn their credit by length alone (spec 2.16).
+    """
+    metrics = evaluate_forecasts(forecasts, labels)
+    num_states = sum(len(signal.lengths) for signal in signals)
+    if num_states:
+        metrics["signal_length_correlation"] = signal_length_correlation(
+            [np.asarray(signal.deltas) for signal in signals], [signal.lengths for signal in signals]
+        )
+        at_cost = sum(signal.num_states_at_failure_cost for signal in signals)
+        metrics["failure_cost_rate"] = at_cost / num_states
+    pairs = list(zip(forecasts, labels, strict=True))
+    return MeterEvaluation(
+        metrics=metrics,
+        completion=tuple((f.completion_prob, label.completion) for f, label in pairs if f.is_valid),
+        tokens_to_go=tuple(
+            (f.tokens_to_go, float(label.tokens_to_go))
+            for f, label in pairs
+            if f.is_valid and f.completion and label.tokens_to_go is not None
+        ),
+        signal=tuple(
+            (float(n), delta) for signal in signals for n, delta in zip(signal.lengths, signal.deltas, strict=True)
+        ),
+    )
 
 
 def evaluate_forecasts(forecasts: Sequence[Forecast], labels: Sequence[MeterLabel]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from megatrl.data.meter_labels import LabeledState, MeterLabels
 from megatrl.data.trajectories import PromptGroup, Segment, Trajectory, TrajectoryId, Turn
@@ -20,7 +21,7 @@ from megatrl.meter.labels import (
     split_by_task,
 )
 from megatrl.meter.prompt import build_meter_prompt, can_answer, meter_text
-from megatrl.rendering.renderer import Renderer
+from megatrl.rendering.renderer import Renderer, load_renderer
 
 GRID_SIZE = 24
 
@@ -56,6 +57,32 @@ class Labelled:
     groups: tuple[PromptGroup, ...]
     rows: tuple[LabelRow, ...]
     left_out: dict[str, dict[str, int]]  # split -> reason -> count
+
+
+def label_in_tokens_of(
+    collection: Collection,
+    how: Labelling,
+    *,
+    tokenizer: Path | None = None,
+    chat_format: str | None = None,
+    tool_format: str | None = None,
+) -> Labelled:
+    """Labels a collection in the tokens of the model directory `tokenizer`, or of the sources where all agree.
+
+    The formats not given are those of the first source. Raises ScoringError where sources have several
+    tokenizers and none was chosen.
+    """
+    fingerprints = {source.tokenizer_fingerprint for source in collection.sources}
+    if tokenizer is None and len(fingerprints) > 1:
+        names = ", ".join(f"{source.name} {source.tokenizer_fingerprint}" for source in collection.sources)
+        raise ScoringError(
+            f"the sources have {len(fingerprints)} tokenizers ({names}), and labels need one for all of them: name the "
+            "meter's model with --tokenizer"
+        )
+    first = collection.sources[0]
+    chat, tools = chat_format or first.chat_format, tool_format or first.tool_format
+    renderer = load_renderer(str(tokenizer or first.tokenizer), chat, tools)  # type: ignore[arg-type]
+    return label_collection(collection, renderer, how, chat_format=chat, tool_format=tools)
 
 
 def label_collection(
