@@ -2,48 +2,32 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatrl.config.credit import CreditConfig, DeltaTTGCredit
-from megatrl.config.engines import TinyModel
 from megatrl.config.recipe import FrozenMeter, Recipe, SFTConfig, TrainedMeter
+from megatrl.data.meter_labels import MeterLabels, content_hash
 from megatrl.data.trajectories import PromptGroup, Trajectory
 from megatrl.envs.registry import prompt_source
 from megatrl.errors import ScoringError
-from megatrl.meter.evaluation import evaluate_forecasts
+from megatrl.meter.collection import Source, gather
 from megatrl.meter.frozen import freeze_meter
-from megatrl.meter.labels import (
-    LabelRule,
-    collect_labels,
-    failure_cost,
-    log_spaced_grid,
-    split_by_task,
-    trajectory_labels,
-)
-from megatrl.meter.prompt import MeterText, build_meter_prompt, can_answer
-from megatrl.meter.sft_set import build_sft_set
+from megatrl.meter.labelling import Labelling, label_collection
+from megatrl.meter.labels import LabelRule
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.artifacts import Artifacts
 from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.devices import OwnedDevices
+from megatrl.orchestration.meter_fitting import evaluate_meter, fit_meter, frozen_copy_meter
 from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.start import artifact_key, scripted_groups
-from megatrl.orchestration.supervision import supervise
 from megatrl.orchestration.weight_sync import ProvenWeightSync
 from megatrl.rendering.renderer import load_renderer
-from megatrl.scoring.independent import IndependentBackend
-from megatrl.scoring.meter import CandidateMeter
 
 logger = logging.getLogger(__name__)
 
 _FIRST_POSITION = 20_000_000  # tasks that neither the loop nor the demonstrations reach
 _STRIDE = 1_000_000
-_GRID_SIZE = 24
-_VALIDATION_FRACTION = 0.1
-_COMPACT = MeterText(header="", question="forecast")
-"""For word-level tokenizers, which know no sentences."""
 
 
 def meter_directory(recipe: Recipe, start: Path, artifacts: Artifacts, cluster: Cluster) -> Path | None:
@@ -68,56 +52,58 @@ def _train_meter(recipe: Recipe, meter: TrainedMeter, start: Path, out: Path, cl
     sft = meter.sft or SFTConfig()  # without SFT the weights are loaded and stay as they are
     actor.load_policy(start, sft.optimizer, sft.num_steps)
     groups = _record(recipe, meter, start, actor, cluster)
-    trajectories = [t for group in groups for t in group.trajectories]
-    refuse_partial_scores(trajectories, recipe.credit)
-    training, validation = split_by_task(trajectories, validation_fraction=_VALIDATION_FRACTION, seed=recipe.seed)
-    labels = collect_labels(
-        training,
-        LabelRule(
-            max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory,
-            with_terminal=_is_asked_at_the_end(recipe.credit),
-        ),
-        seed=recipe.seed,
-        domain_of=lambda trajectory: recipe.env.kind,
-    )
-    cost = failure_cost(labels.examples)
-    renderer = load_renderer(str(start), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    text = _COMPACT if isinstance(recipe.model, TinyModel) else MeterText()
-    grid = log_spaced_grid(labels.examples, size=_GRID_SIZE, is_spellable=partial(can_answer, renderer))
-    prompt = build_meter_prompt(renderer, grid, text)
-    max_tokens = recipe.rollout.context_tokens + prompt.num_extra_tokens
-    logger.info("meter labels=%d left_out=%s failure_cost=%.1f", len(labels.examples), labels.left_out, cost)
+    refuse_partial_scores((t for group in groups for t in group.trajectories), recipe.credit)
+    labels = _labels(recipe, meter, start, groups)
+    budget = recipe.batch.microbatch_tokens
     if meter.sft is not None:
-        sft_set = build_sft_set(labels.examples, prompt, max_sequence_tokens=max_tokens)
-        supervise(
-            actor,
-            sft_set.samples,
-            meter.sft,
-            microbatch_tokens=recipe.batch.microbatch_tokens,
-            seed=recipe.seed + 1,
-            title="SFT of the meter",
-        )
+        fit_meter(actor, labels, meter.sft, microbatch_tokens=budget, seed=recipe.seed + 1)
     actor.save_hf(out / "weights", start)
     # The weights to freeze are still in the actor: a frozen copy of them is the meter.
-    actor.freeze_reference()
-    runner = actor.query_runner("reference")
-    scorer = CandidateMeter(
-        prompt=prompt,
-        backend=IndependentBackend(runner=runner, microbatch_tokens=recipe.batch.microbatch_tokens),
-        failure_cost=cost,
-        policy_fingerprint=renderer.fingerprint,
-        max_sequence_tokens=max_tokens,
-    )
-    evaluation = _evaluate(prompt_groups(validation, groups), scorer)
+    scorer = frozen_copy_meter(actor, labels, microbatch_tokens=budget)
+    evaluation = evaluate_meter(scorer, labels.validation).metrics if labels.validation else {}
     logger.info("meter validation %s", {name: round(value, 4) for name, value in evaluation.items()})
     freeze_meter(
         out / "weights",
         out / "meter",
-        prompt=prompt,
-        failure_cost=cost,
-        training_hash=labels.content_hash,
+        prompt=labels.prompt,
+        failure_cost=labels.failure_cost,
+        failure_costs=labels.failure_costs,
+        chat_format=labels.chat_format,
+        tool_format=labels.tool_format,
+        training_hash=content_hash(labels.training),
         evaluation=evaluation,
     )
+
+
+def _labels(recipe: Recipe, meter: TrainedMeter, start: Path, groups: Iterable[PromptGroup]) -> MeterLabels:
+    """The labels of the recorded groups, as `megatrl meter collect` and `label` make them."""
+    rollout = recipe.rollout
+    renderer = load_renderer(str(start), rollout.chat_format, rollout.tool_format)
+    source = Source(
+        name=recipe.name,
+        domain=recipe.env.kind,
+        tokenizer=str(start),
+        tokenizer_fingerprint=renderer.fingerprint,
+        chat_format=rollout.chat_format,
+        tool_format=rollout.tool_format,
+    )
+    collection, _ = gather([(source, groups)])
+    rule = LabelRule(
+        max_prefixes_per_trajectory=meter.max_prefixes_per_trajectory,
+        with_terminal=_is_asked_at_the_end(recipe.credit),
+    )
+    how = Labelling(rule=rule, seed=recipe.seed)
+    labelled = label_collection(
+        collection, renderer, how, chat_format=rollout.chat_format, tool_format=rollout.tool_format
+    )
+    labels = labelled.labels
+    logger.info(
+        "meter labels=%d left_out=%s failure_cost=%.1f",
+        len(labels.training),
+        labelled.left_out["training"],
+        labels.failure_cost,
+    )
+    return labels
 
 
 def _is_asked_at_the_end(credit: CreditConfig) -> bool:
@@ -162,20 +148,3 @@ def _record(recipe: Recipe, meter: TrainedMeter, start: Path, actor: ActorGroup,
         prompts = [source.prompt(first + i) for i in range(meter.num_policy_episodes)]
         groups += player.collect(prompts, first_position=first, policy_version=0)
     return groups
-
-
-def prompt_groups(trajectories: Iterable[Trajectory], groups: Iterable[PromptGroup]) -> list[PromptGroup]:
-    """The groups with only the given trajectories in them; empty groups are left out."""
-    wanted = {t.id for t in trajectories}
-    narrowed = (replace(g, trajectories=tuple(t for t in g.trajectories if t.id in wanted)) for g in groups)
-    return [group for group in narrowed if group.trajectories]
-
-
-def _evaluate(groups: list[PromptGroup], meter: CandidateMeter) -> dict[str, float]:
-    """Forecast quality on held-out tasks; empty where nothing was held out."""
-    scores, _ = meter.score(groups)
-    forecasts, labels = [], []
-    for trajectory in (t for group in groups for t in group.trajectories if t.id in scores):
-        labels += [labeled.label for labeled in trajectory_labels(trajectory)]
-        forecasts += scores[trajectory.id].forecasts
-    return evaluate_forecasts(forecasts, labels) if labels else {}
