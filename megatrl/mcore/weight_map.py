@@ -4,6 +4,7 @@ Megatron names here are global: layer and expert numbers count over all pipeline
 and are spelled as in Megatron's local modules whatever spec built the model.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,16 @@ class WeightRule:
     expert: int | None  # None: not an expert's
 
 
-def weight_rules(shape: ModelShape) -> Iterator[WeightRule]:
-    """Yields the rules of the whole model in the order of export: embedding, layers, norm, output."""
+@functools.lru_cache(maxsize=8)
+def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
+    """Returns the rules of the whole model in the order of export: embedding, layers, norm, output.
+
+    Made once for a shape: every publish goes by them, and a large mixture has tens of thousands.
+    """
+    return tuple(_rules(shape))
+
+
+def _rules(shape: ModelShape) -> Iterator[WeightRule]:
     yield _rule(EMBEDDING, (HF_EMBEDDING,), "vocab", 0)
     for layer in range(shape.num_layers):
         yield from _layer_rules(shape, layer)

@@ -9,9 +9,11 @@ import json
 import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors.torch import load_file
 
 
 def fused_parameters(weights: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
@@ -63,6 +65,8 @@ class WeightServer:
         self.tamper_name: str | None = None  # this tensor is stored changed in one element
         self.refuses_flush = False
         self.cache: dict[str, str] = {}  # prompt -> version it was computed under
+        self.num_body_bytes = 0
+        self.disk_path = ""
         self.is_dead = False
         self._dies_at: int | None = None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -119,6 +123,13 @@ class WeightServer:
             return 200, {"success": True, "message": "", "ranks": [{"checksums": sums}]}
         elif path == "/update_weights_from_tensor":
             return self._update(body)
+        elif path == "/update_weights_from_disk":
+            self.num_updates += 1
+            if self.num_updates == self.reject_update:
+                return 400, {"success": False, "message": "refused by the stub"}
+            self.disk_path = body["model_path"]
+            for file in sorted(Path(self.disk_path).glob("*.safetensors")):
+                self.weights |= load_file(file)
         else:
             return 404, {"detail": "Not Found"}
         return 200, {"success": True, "message": "Success"}
@@ -157,6 +168,7 @@ class WeightServer:
                     return
                 is_text = isinstance(reply, str)
                 raw = reply.encode() if is_text else json.dumps(reply).encode()
+                stub.num_body_bytes += length + len(raw)
                 self.send_response(status)
                 self.send_header("content-type", "text/plain" if is_text else "application/json")
                 self.send_header("content-length", str(len(raw)))

@@ -1,5 +1,6 @@
 """Publisher against a stub that can refuse, ignore and tamper."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from megatrl.config.engines import PublishConfig, ServerConfig, TinyModel
 from megatrl.config.model_shape import ModelShape, tiny_model_shape
 from megatrl.errors import WeightSyncError
 from megatrl.rollout.control import ServerControl
+from megatrl.weight_sync import plan as plan_module
+from megatrl.weight_sync import tensor as tensor_module
+from megatrl.weight_sync import verify as verify_module
 from megatrl.weight_sync.buckets import Bucket
 from megatrl.weight_sync.expected import expected_tensors
 from megatrl.weight_sync.fanout import Failures
@@ -30,7 +34,9 @@ def make_weights(seed: int, model: ModelShape = MODEL) -> Weights:
     return {name: torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
 
 
-def make(urls: list[str] | None, *, bucket_bytes: int = 40_000, model: ModelShape = MODEL, verify: bool = True) -> Publisher:
+def make(
+    urls: list[str] | None, *, bucket_bytes: int = 40_000, model: ModelShape = MODEL, verify: bool = True
+) -> Publisher:
     config = PublishConfig(bucket_bytes=bucket_bytes, timeout_s=20.0, verify=verify)
     return make_publisher(config, model, SERVERS, urls)
 
@@ -241,6 +247,81 @@ def test_buckets_stay_within_their_bound_unless_one_tensor_is_larger() -> None:
     assert any(bucket.num_bytes > 20_000 for bucket in sent), "the embedding alone is above the bound"
     assert any(len(bucket.names) > 1 for bucket in sent)
     assert [name for bucket in sent for name in bucket.names] == list(make_weights(1))
+
+
+def test_the_name_map_is_built_once_for_all_publishes(stub: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = make([stub.url])
+    for module, name in ((plan_module, "expected_tensors"), (verify_module, "fused_pieces")):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("a publish built the name map again"))
+    for version in (1, 2):
+        assert publisher.publish(make_weights(version).items(), version).is_proven
+
+
+def test_bytes_moved_are_those_of_the_model_and_a_little_talk(stub: WeightServer) -> None:
+    report = make([stub.url]).publish(make_weights(1).items(), 1)
+    assert report.model_bytes == report.num_bytes == sum(tensor.nbytes for tensor in make_weights(1).values())
+    talk = report.moved_bytes[stub.url] - report.num_bytes
+    assert 0 < stub.num_body_bytes == talk, "every body in either direction counts, checksums too"
+    assert 1.0 < report.bytes_ratio <= 1.1
+
+
+def test_a_server_on_another_host_gets_the_bytes_in_the_request_and_the_ratio_says_so(
+    stub: WeightServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_module, "is_on_this_host", lambda url: False)
+    report = make([stub.url]).publish(make_weights(1).items(), 1)
+    assert report.is_proven
+    assert_same(stub.weights, make_weights(1))
+    assert report.bytes_ratio > 4 / 3
+
+
+def test_shared_buckets_leave_nothing_open_behind(stub: WeightServer) -> None:
+    publisher = make([stub.url])
+    publisher.publish(make_weights(1).items(), 1)
+    assert not [name for name in open_files() if "megatrl-bucket" in name]
+    stub.reject_update = stub.num_updates + 2
+    with pytest.raises(WeightSyncError):
+        publisher.publish(make_weights(2).items(), 2)
+    assert not [name for name in open_files() if "megatrl-bucket" in name]
+
+
+def open_files() -> list[str]:
+    return [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
+def test_servers_come_and_go_between_publishes_of_one_publisher() -> None:
+    old = make_weights(0)
+    with WeightServer(old, num_experts=4) as first, WeightServer(old, num_experts=4) as second:
+        publisher = make([first.url])
+        first.reject_update = 1
+        with pytest.raises(WeightSyncError):
+            publisher.publish(make_weights(1).items(), 1)
+        publisher.use_servers([second.url])
+        publisher.check_usable()  # who is not published to is nobody's worry here
+        report = publisher.publish(make_weights(2).items(), 2)
+        assert report.served == (second.url,)
+        assert_same(second.weights, make_weights(2))
+        publisher.use_servers([first.url, second.url])
+        assert publisher.publish(make_weights(3).items(), 3).served == (first.url, second.url)
+        assert_same(first.weights, make_weights(3))
+
+
+def test_a_disk_publish_that_one_server_misses_leaves_the_files_for_the_others(tmp_path: Path) -> None:
+    config = PublishConfig(route="disk", bucket_bytes=40_000, timeout_s=20.0)
+    old = make_weights(0)
+    with WeightServer(old, num_experts=4) as bad, WeightServer(old, num_experts=4) as good:
+        publisher = make_publisher(config, MODEL, SERVERS, [bad.url, good.url], directory=tmp_path)
+        bad.reject_update = 1
+        report = publisher.publish_to_reachable(make_weights(1).items(), 1)
+        assert (report.served, list(report.failures)) == ((good.url,), [bad.url])
+        assert_same(good.weights, make_weights(1))
+        (live,) = tmp_path.iterdir()
+        assert str(live) == good.disk_path, "SGLang goes back to these files when a later load fails"
+        assert 1.0 < report.bytes_ratio <= 1.1
+        publisher.publish(make_weights(2).items(), 2)
+        assert [str(path) for path in tmp_path.iterdir()] == [good.disk_path]
+        publisher.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_disk_route_needs_a_directory(tmp_path: Path) -> None:

@@ -78,3 +78,7 @@ def test_a_tied_model_exports_no_output_layer() -> None:
     names = [n for rule in weight_rules(replace(shape_of("qwen3"), tie_word_embeddings=True)) for n in rule.hf_names]
     assert "lm_head.weight" not in names
     assert "model.embed_tokens.weight" in names
+
+
+def test_the_rules_of_a_shape_are_made_once():
+    assert weight_rules(shape_of("qwen3_moe")) is weight_rules(shape_of("qwen3_moe"))
