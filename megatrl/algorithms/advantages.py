@@ -53,6 +53,7 @@ class _Draft:
     counts: Counter[str] = field(default_factory=Counter)
     signals: list[FloatArray] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
+    last_action_weights: list[float] = field(default_factory=list)  # share of a trajectory's credit
 
 
 def estimate_advantages(
@@ -194,13 +195,31 @@ def _deltattg(
             "signal": tuple(spread.signal),
             "multiplier": tuple(spread.multipliers),
         }
-        draft.signals.append(spread.signal)
-        draft.lengths.append(lengths)
-        draft.counts["forecasts"] += len(score.forecasts)
-        draft.counts["unparseable"] += sum(not forecast.is_valid for forecast in score.forecasts)
-        draft.counts["tokens"] += sum(lengths)
-        at_cap = spread.multipliers >= credit.max_multiplier * (1 - 1e-9)
-        draft.counts["capped_tokens"] += int(np.asarray(lengths)[at_cap].sum())
+        _count_spread(draft, score, spread, lengths, _signal_rule(credit, scores), credit.max_multiplier)
+
+
+def _count_spread(
+    draft: _Draft,
+    score: MeterScore,
+    spread: deltattg.TurnMultipliers,
+    lengths: list[int],
+    rule: deltattg.SignalRule,
+    max_multiplier: float,
+) -> None:
+    """What spec 2.16 says to watch: length, the last action, the cap, states at cost C, unreadable answers."""
+    draft.signals.append(spread.signal)
+    draft.lengths.append(lengths)
+    weights = spread.multipliers * np.asarray(lengths, dtype=np.float64)
+    draft.last_action_weights.append(float(weights[-1] / weights.sum()) if weights.any() else 0.0)
+    draft.counts["forecasts"] += len(score.forecasts)
+    draft.counts["unparseable"] += sum(not forecast.is_valid for forecast in score.forecasts)
+    if rule.target == "ttg":
+        cost = rule.failure_cost
+        draft.counts["at_failure_cost"] += sum(deltattg.forecast_cost(f, cost) >= cost for f in score.forecasts)
+    draft.counts["tokens"] += sum(lengths)
+    draft.counts["last_action_tokens"] += lengths[-1]
+    at_cap = spread.multipliers >= max_multiplier * (1 - 1e-9)
+    draft.counts["capped_tokens"] += int(np.asarray(lengths)[at_cap].sum())
 
 
 def _meter_score(trajectory: Trajectory, scores: Scores) -> MeterScore:
@@ -355,6 +374,10 @@ def _metrics(
         metrics["credit/parse_failure_rate"] = fraction("unparseable", "forecasts")
         metrics["credit/capped_token_fraction"] = fraction("capped_tokens", "tokens")
         metrics["credit/signal_length_correlation"] = deltattg.signal_length_correlation(draft.signals, draft.lengths)
+        metrics["credit/last_action_weight"] = float(np.mean(draft.last_action_weights or [0.0]))
+        # What the last action would get by its length alone, to compare the weight with.
+        metrics["credit/last_action_token_share"] = fraction("last_action_tokens", "tokens")
+        metrics["credit/failure_cost_rate"] = fraction("at_failure_cost", "forecasts")
         metrics["credit/meter_skipped"] = float(draft.counts["meter_skipped"])
     if draft.counts["transitions"] or draft.counts["answers_skipped"]:
         deltas = np.concatenate([np.asarray(d["delta"]) for d in draft.details.values()])

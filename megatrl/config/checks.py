@@ -21,6 +21,7 @@ from megatrl.config.engine_checks import (
     check_turn_limits,
 )
 from megatrl.config.environments import TextWorldConfig
+from megatrl.config.meter_checks import check_label_files, check_meter_prompts, check_readout
 from megatrl.config.recipe import NoMeter, Recipe, TrainedMeter
 from megatrl.config.router_checks import check_expert_bias, check_load_balancing, check_router_model
 from megatrl.config.violations import Problem
@@ -204,7 +205,7 @@ def check_selection_rounds(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-FILE_CHECKS: tuple[Check, ...] = (check_model_files,)
+FILE_CHECKS: tuple[Check, ...] = (check_model_files, check_label_files)
 """Checks that depend on this machine's disk; only `train` and `compare` insist on them."""
 
 CHECKS: tuple[Check, ...] = (
@@ -214,6 +215,8 @@ CHECKS: tuple[Check, ...] = (
     check_gold_answers,
     check_meter,
     check_meter_training,
+    check_meter_prompts,
+    check_readout,
     check_loss_options,
     check_unused_kl_options,
     check_overlong,

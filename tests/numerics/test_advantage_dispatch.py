@@ -145,6 +145,12 @@ def test_deltattg_spreads_the_advantage_and_keeps_its_token_average():
     assert result.metrics["credit/parse_failure_rate"] == 0
     assert -1 <= result.metrics["credit/signal_length_correlation"] <= 1
     assert result.metrics["credit/capped_token_fraction"] == 0
+    # Weight of the last action: 0.953642 x 5 / 40 where it won; where it lost, shares 0.2067 and 0.7933 of 7 and 9 tokens.
+    lost_share = 0.2 / 2 + 0.8 * 1300 / 1500
+    expected = (0.953642 * 5 / 40 + 9 * lost_share / (7 * (1 - lost_share) + 9 * lost_share)) / 2
+    assert result.metrics["credit/last_action_weight"] == pytest.approx(expected, abs=1e-6)
+    assert result.metrics["credit/last_action_token_share"] == pytest.approx((5 + 9) / (40 + 16))
+    assert result.metrics["credit/failure_cost_rate"] == 0
 
 
 def test_meter_scores_are_needed_only_where_advantages_are_not_zero():
@@ -187,7 +193,8 @@ def test_too_many_unparseable_answers_stop_the_run():
     won, lost = trajectory(0, 1.0, [1] * 10), trajectory(1, 0.0, [1] * 10)
     meter = {won.id: forecasts(*[50] * 9, None), lost.id: forecasts(*[50] * 10)}
     credit = DeltaTTGCredit(max_parse_failure_rate=0.05)
-    assert estimate([group(won, lost)], credit, meter=meter).metrics["credit/parse_failure_rate"] == 0.05
+    metrics = estimate([group(won, lost)], credit, meter=meter).metrics
+    assert metrics["credit/parse_failure_rate"] == metrics["credit/failure_cost_rate"] == 0.05
     with pytest.raises(ScoringError, match="1 of 20 meter answers are unparseable"):
         estimate([group(won, lost)], DeltaTTGCredit(max_parse_failure_rate=0.04), meter=meter)
 

@@ -50,6 +50,17 @@ REFUSED = {
         ("credit.kind=deltattg meter.kind=trained meter.detours=[]", "scripted episodes are asked for"),
         ("credit.kind=deltattg meter.kind=trained meter.detours.0=1.5", "1.5 is not a probability"),
     ],
+    "check_meter_prompts": [
+        ("env.kind=meter_prompts env.labels=labels", "meter_prompts reads recorded tokens"),
+        ("env.kind=meter_prompts env.labels=labels credit.kind=gigpo", "a forecast is one action"),
+    ],
+    "check_label_files": [("env.kind=meter_prompts env.labels=labels", "holds no labels.json")],
+    "check_readout": [
+        (
+            "credit.kind=deltattg meter.kind=trained credit.readout=decode credit.target=completion_prob",
+            "this target reads a probability",
+        ),
+    ],
     "check_loss_options": [
         ("loss.reduction=constant", "divides by it"),
         ("loss.constant_length=512", "is read by loss.reduction: constant only"),
