@@ -120,11 +120,11 @@ def lengths_without_reasoning(trajectory: Trajectory, codec: TextCodec) -> list[
     lengths: list[int] = []
     for turn in trajectory.turns:
         text = codec.decode(turn.action_tokens)
-        thought, closed, spoken = text.rpartition(_END_OF_THOUGHT)
+        _, closed, spoken = text.rpartition(_END_OF_THOUGHT)
         if closed:
             lengths.append(len(codec.encode(spoken)))
         else:
-            lengths.append(0 if thought.lstrip().startswith("<think>") else len(turn.action_tokens))
+            lengths.append(0 if text.lstrip().startswith("<think>") else len(turn.action_tokens))
     return lengths
 
 

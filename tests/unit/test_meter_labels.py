@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -9,11 +10,13 @@ from megatrl.meter.labels import (
     LabelRule,
     collect_labels,
     failure_cost,
+    failure_costs,
+    lengths_without_reasoning,
     log_spaced_grid,
     split_by_task,
     trajectory_labels,
 )
-from tests.fakes.frozen_models import make_trajectory
+from tests.fakes.frozen_models import WordCodec, make_trajectory
 
 
 def episode(lengths=(2, 3, 1), **options):
@@ -115,3 +118,60 @@ def test_the_grid_is_even_in_the_logarithm_and_spans_the_labels():
     with pytest.raises(ScoringError, match="can spell no number"):
         log_spaced_grid(examples, size=7, is_spellable=lambda value: False)
     assert log_spaced_grid(trajectory_labels(episode(), LabelRule(with_terminal=True)), size=3)[0] == 0
+
+
+def test_a_cut_after_the_action_ends_with_it_and_has_only_the_later_ones_to_go():
+    trajectory = episode(trailing=(9,))  # observations of 2 tokens, actions of 2, 3 and 1
+    after = trajectory_labels(trajectory, LabelRule(cut="after_action"))
+    assert [(e.cut, e.state.turn_index, e.state.length) for e in after] == [
+        ("after_action", 1, 4), ("after_action", 2, 9)
+    ]  # fmt: skip
+    assert [e.label.tokens_to_go for e in after] == [4, 1]
+    both = trajectory_labels(trajectory, LabelRule(cut="both"))
+    assert [e.state.length for e in both] == [2, 4, 6, 9, 11]
+    assert [e.label.tokens_to_go for e in both] == [6, 4, 4, 1, 1]
+
+
+def test_the_end_is_labelled_before_and_after_what_followed_the_last_action():
+    rule = LabelRule(cut="both", with_terminal=True)
+    ends = [(e.cut, e.state.length) for e in trajectory_labels(episode(trailing=(9,)), rule)][-2:]
+    assert ends == [("after_action", 12), ("before_action", 13)]
+    only = [(e.cut, e.state.length) for e in trajectory_labels(episode(), rule)][-2:]
+    assert only == [("before_action", 11), ("before_action", 12)]  # nothing followed: the two ends are one
+
+
+def test_a_score_is_a_success_from_the_threshold_on():
+    partial = episode(reward=0.7, success=False)
+    assert labels(partial)[0] == (False, None)
+    assert labels(partial, success_threshold=0.7)[0] == (True, 6)
+    assert labels(partial, success_threshold=0.8)[0] == (False, None)
+
+
+def test_thoughts_can_be_left_out_of_the_tokens_to_go():
+    codec = WordCodec(["<think>", "hm", "</think>", "open", "doc"])
+    texts = ("<think> hm hm </think> open doc", "open doc", "<think> hm hm hm")
+    thoughtful = make_trajectory([((1,), codec.encode(text)) for text in texts])
+    assert lengths_without_reasoning(thoughtful, codec) == [2, 2, 0]
+    counted = collect_labels(
+        [thoughtful], LabelRule(), seed=0, action_lengths=partial(lengths_without_reasoning, codec=codec)
+    )
+    assert sorted(e.label.tokens_to_go or 0 for e in counted.examples) == [0, 2, 4]
+
+
+def test_every_domain_has_a_cost_of_its_own():
+    short = trajectory_labels(episode((1,) * 10), domain="hunt")
+    long = trajectory_labels(episode((10,) * 10), domain="maze")
+    lost = trajectory_labels(episode(reward=0.0), domain="papers")
+    costs = failure_costs([*short, *long, *lost])
+    assert costs == pytest.approx({"hunt": 1.25 * 9.91, "maze": 1.25 * 99.1})
+
+
+def test_tasks_are_split_by_what_they_are_and_not_by_their_name():
+    trajectories = [episode(prompt_id=f"p{n}") for n in range(10)]
+    sides = split_by_task(
+        trajectories, validation_fraction=0.5, seed=1, task_of=lambda t: str(int(t.id.prompt_id[1:]) // 2)
+    )
+    for side in sides:
+        numbers = {int(t.id.prompt_id[1:]) for t in side}
+        assert {n ^ 1 for n in numbers} == numbers
+        assert side
