@@ -12,13 +12,14 @@ from megatrl.actor.optimizer import optimizer_step, zero_gradients
 from megatrl.algorithms.objective import policy_objective
 from megatrl.algorithms.policy_losses import LossOutput, supervised_loss
 from megatrl.config.credit import LossConfig
-from megatrl.config.engines import OptimizerConfig
+from megatrl.config.engines import OptimizerConfig, RouterConfig
 from megatrl.data.samples import Microbatch, Minibatch
 from megatrl.errors import NonFiniteError, TrajectoryError
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.logprobs import pair_logprobs, sum_over_context
-from megatrl.mcore.model import CausalModel
+from megatrl.mcore.model import CausalModel, shape_of
 from megatrl.mcore.packing import PackedTokens, pack_tokens
+from megatrl.mcore.routing import balance_metrics, training_routing, with_routing
 from megatrl.mcore.schedule import forward_backward
 
 LossChoice = LossConfig | Literal["supervised"]
@@ -43,6 +44,7 @@ def minibatch_gradients(
     loss: LossChoice,
     *,
     temperature: float,
+    router: RouterConfig | None = None,
 ) -> dict[str, float]:
     """Leaves the minibatch's summed gradient in the buffers; returns its metrics on every rank.
 
@@ -53,7 +55,13 @@ def minibatch_gradients(
             f"the minibatch is packed for {len(minibatch.microbatches)} data ranks, the layout has {layout.data}"
         )
     microbatches = minibatch.microbatches[layout.data_rank]
-    packs = [pack_tokens(m.tokens, m.cu_seqlens, layout) for m in microbatches]
+    # Demonstrations have no recorded choices, and fine-tuning on them no auxiliary loss.
+    router = router if router is not None and isinstance(loss, LossConfig) else RouterConfig()
+    routings, balance = training_routing(minibatch, layout, shape_of(models), router)
+    packs = [
+        with_routing(pack_tokens(m.tokens, m.cu_seqlens, layout), routing)
+        for m, routing in zip(microbatches, routings, strict=True)
+    ]
     zero_gradients(models, optimizer)
 
     def microbatch_loss(model: CausalModel, hidden: Tensor, index: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -65,6 +73,7 @@ def minibatch_gradients(
         return output.loss, output.metrics
 
     metrics = forward_backward(models, layout, packs, microbatch_loss)
+    metrics |= balance_metrics(balance, layout, shape_of(models).num_layers)
     if not math.isfinite(metrics["loss"]):
         raise NonFiniteError(
             f"the loss of a minibatch with {minibatch.num_action_tokens} action tokens is {metrics['loss']}; the step "
@@ -83,6 +92,7 @@ def take_minibatches(
     temperature: float,
     lr: float,
     config: OptimizerConfig,
+    router: RouterConfig | None = None,
 ) -> UpdateResult:
     """Takes one optimizer step for each minibatch that has an action token. Collective over all ranks."""
     steps: list[dict[str, float]] = []
@@ -91,7 +101,9 @@ def take_minibatches(
         if minibatch.num_action_tokens == 0:
             num_skipped += 1
             continue
-        metrics = minibatch_gradients(models, optimizer, layout, minibatch, loss, temperature=temperature)
+        metrics = minibatch_gradients(
+            models, optimizer, layout, minibatch, loss, temperature=temperature, router=router
+        )
         grad_norm = optimizer_step(models, optimizer, layout, lr=lr, config=config)
         steps.append({**metrics, "grad_norm": grad_norm})
     means = {name: sum(step[name] for step in steps) / len(steps) for name in (steps[0] if steps else {})}

@@ -22,6 +22,7 @@ from megatrl.mcore.bridge import iter_hf_weights, load_hf_weights
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import build_model, unwrap
 from megatrl.mcore.queries import target_logprobs
+from megatrl.mcore.routing import recorded_experts
 
 __all__ = ["ActorWorker", "UpdateResult", "WorkerSpec"]
 
@@ -64,7 +65,13 @@ class ActorWorker:
             seed=spec.seed,
             timeout_s=spec.actor.timeout_s,
         )
-        models = build_model(shape, self.layout, precision=spec.actor.precision, recompute=spec.actor.recompute)
+        models = build_model(
+            shape,
+            self.layout,
+            precision=spec.actor.precision,
+            recompute=spec.actor.recompute,
+            router=spec.actor.router,
+        )
         load_hf_weights(models, spec.model_path)
         self.models = wrap_data_parallel(models, spec.actor)
         self.reset_optimizer()
@@ -82,7 +89,8 @@ class ActorWorker:
         Valid on every tensor and pipeline rank. Samples that were left out of the microbatches are absent.
         """
         mine = [m for minibatch in batch.minibatches for m in minibatch.microbatches[self.layout.data_rank]]
-        answers = target_logprobs(self.models, self.layout, [_action_queries(m) for m in mine], temperature=temperature)
+        queries = [_action_queries(m, replay=self.spec.actor.router.replay) for m in mine]
+        answers = target_logprobs(self.models, self.layout, queries, temperature=temperature)
         by_sample: dict[int, FloatArray] = {}
         for microbatch, answer in zip(mine, answers, strict=True):
             column = np.zeros(len(microbatch.tokens))
@@ -109,6 +117,7 @@ class ActorWorker:
             temperature=temperature,
             lr=self.scheduler.lr(step),
             config=self.optimizer_config,
+            router=self.spec.actor.router,
         )
 
     def iter_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -145,11 +154,12 @@ class ActorWorker:
         layouts.destroy()
 
 
-def _action_queries(microbatch: Microbatch) -> PackedQueries:
+def _action_queries(microbatch: Microbatch, *, replay: bool) -> PackedQueries:
     positions = np.flatnonzero(microbatch.action_mask)
     return PackedQueries(
         tokens=microbatch.tokens,
         cu_seqlens=microbatch.cu_seqlens,
         rows=positions - 1,
         targets=microbatch.tokens[positions],
+        routed_experts=recorded_experts(microbatch) if replay else None,
     )

@@ -15,13 +15,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatrl.config.engines import Precision
+from megatrl.config.engines import Precision, RouterConfig
 from megatrl.config.model_shape import ModelShape
 from megatrl.config.pipeline import Chunks
 from megatrl.errors import LayoutError
 from megatrl.mcore.attention import PackedCausalAttention
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.norm import RMSNorm
+from megatrl.mcore.routing import PackedRouter, attach_routing, needs_rows
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -63,16 +64,18 @@ def build_model(
     *,
     precision: Precision,
     recompute: Recompute = "none",
+    router: RouterConfig | None = None,
 ) -> list[torch.nn.Module]:
     """Returns this rank's model chunks, first to last, with weights that still have to be loaded.
 
     bf16 models are bf16 throughout, without Megatron's Float16Module: that wrapper only casts inputs and
     outputs, which are token ids and hidden states here. Master weights are the optimizer's.
     """
-    config = transformer_config(shape, layout, precision=precision, recompute=recompute)
+    router = router or RouterConfig()
+    config = transformer_config(shape, layout, precision=precision, recompute=recompute, router=router)
     models: list[torch.nn.Module] = []
     for chunk in range(layout.virtual_pipeline):
-        model = _build_chunk(config, shape, layout, chunk)
+        model = _build_chunk(config, shape, layout, chunk, router)
         model.rotary_pos_emb.inv_freq = rope_frequencies(shape)
         for name, parameter in model.named_parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -85,12 +88,14 @@ def build_model(
     return models
 
 
-def _build_chunk(config: TransformerConfig, shape: ModelShape, layout: Layout, chunk: int) -> CausalModel:
+def _build_chunk(
+    config: TransformerConfig, shape: ModelShape, layout: Layout, chunk: int, router: RouterConfig
+) -> CausalModel:
     chunks = layout.chunks(shape.num_layers)
     layers = chunks[layout.pipeline_rank][chunk]
     model = CausalModel(
         config,
-        _block_spec(config, shape, layout, num_layers=len(layers)),  # type: ignore[arg-type]  # accepted, too
+        _block_spec(config, shape, layout, router, num_layers=len(layers)),  # type: ignore[arg-type]  # accepted, too
         vocab_size=padded_vocab_size(shape, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=layout.is_first_stage and chunk == 0,
@@ -109,6 +114,8 @@ def _build_chunk(config: TransformerConfig, shape: ModelShape, layout: Layout, c
             f"stage {layout.pipeline_rank}, chunk {chunk} was meant to hold the layers {list(layers)} but Megatron "
             f"numbers them {numbered}; megatron-core has changed how it splits a pipeline"
         )
+    if shape.is_mixture and needs_rows(router):
+        attach_routing(list(model.decoder.layers), config.recompute_modules or ())
     return model
 
 
@@ -124,16 +131,17 @@ def shape_of(models: Sequence[torch.nn.Module]) -> ModelShape:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, *, precision: Precision, recompute: Recompute
+    shape: ModelShape, layout: Layout, *, precision: Precision, recompute: Recompute, router: RouterConfig
 ) -> TransformerConfig:
     """Returns Megatron's configuration of a shape on a layout.
 
     Fused kernels are on only on CUDA. `calculate_per_token_loss` keeps Megatron from dividing gradients by
-    microbatches or data ranks: the loss already carries its global denominator. The router scores in
-    fp32 and has no auxiliary loss.
+    microbatches or data ranks: the loss already carries its global denominator. Auxiliary losses are not
+    Megatron's, which depend on how sequences are packed, but `mcore/routing.py`'s.
     """
     on_cuda = layout.device == "cuda"
-    options = _mixture_options(shape, on_cuda=on_cuda) | _recompute_options(recompute) | _pipeline_options(layout)
+    options = _mixture_options(shape, router, on_cuda=on_cuda)
+    options |= _recompute_options(recompute) | _pipeline_options(layout)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -174,7 +182,7 @@ def transformer_config(
     )
 
 
-def _mixture_options(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
+def _mixture_options(shape: ModelShape, router: RouterConfig, *, on_cuda: bool) -> dict[str, Any]:
     if not shape.is_mixture:
         return {}
     return {
@@ -184,7 +192,9 @@ def _mixture_options(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         # top-k first, then softmax over the chosen logits = softmax first, then renormalise
         "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_router_dtype": "fp32",
+        "moe_router_dtype": "fp32" if router.precision == "fp32" else None,
+        "moe_router_enable_expert_bias": router.expert_bias_update_rate > 0,
+        "moe_router_bias_update_rate": router.expert_bias_update_rate,
         "moe_grouped_gemm": on_cuda,
         "moe_permute_fusion": on_cuda,
     }
@@ -237,7 +247,7 @@ def rope_frequencies(shape: ModelShape) -> Tensor:
 
 
 def _block_spec(
-    config: TransformerConfig, shape: ModelShape, layout: Layout, *, num_layers: int
+    config: TransformerConfig, shape: ModelShape, layout: Layout, router: RouterConfig, *, num_layers: int
 ) -> TransformerBlockSubmodules:
     num_experts = shape.num_experts or None
     if layout.device == "cuda":  # not run in this project's tests
@@ -261,4 +271,6 @@ def _block_spec(
         attention.core_attention = PackedCausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.is_mixture and needs_rows(router):
+        layer.submodules.mlp.submodules.router = PackedRouter
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

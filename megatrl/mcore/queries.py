@@ -14,6 +14,7 @@ from megatrl.mcore.layout import Layout, activate
 from megatrl.mcore.logprobs import pair_logprobs, sum_over_context
 from megatrl.mcore.model import CausalModel, shape_of
 from megatrl.mcore.packing import pack_tokens
+from megatrl.mcore.routing import replayed, with_routing
 from megatrl.mcore.schedule import forward_only
 
 
@@ -36,7 +37,14 @@ def target_logprobs(
     activate(layout.device)
     for query in queries:
         _check_ids(query, shape_of(models).vocab_size)
-    packs = [pack_tokens(query.tokens, query.cu_seqlens, layout) for query in queries]
+    shape = shape_of(models)
+    packs = [
+        with_routing(
+            pack_tokens(query.tokens, query.cu_seqlens, layout),
+            replayed(query.routed_experts, query.cu_seqlens, layout, shape),
+        )
+        for query in queries
+    ]
 
     def read(model: CausalModel, hidden: Tensor, index: int) -> Tensor:
         places, rows = packs[index].owned(torch.from_numpy(queries[index].rows).to(hidden.device))

@@ -5,7 +5,7 @@ samples of one step (two minibatches), and what the oracle says about them.
 """
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Expected:
     grad_norms: list[float]
     parameters: dict[str, Tensor]  # after two optimizer steps
     final_logprobs: list[FloatArray]  # [T, V] of each sample after the update, temperature 1
+    router: dict[str, float] = field(default_factory=dict)  # metrics of auxiliary losses
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from megatrl.actor.update import minibatch_gradients
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.batching.packing import attach_old_logprobs, pack
 from megatrl.config.credit import SequenceLoss
-from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig
+from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig, RouterConfig
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import PackedBatch
 from megatrl.mcore import layout as layouts
@@ -55,6 +55,7 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
         ),
         distributed_optimizer=run.get("distributed_optimizer", True),
         recompute=run.get("recompute", "none"),
+        router=RouterConfig(**run.get("router", {})),
         timeout_s=60.0,
     )
     worker = ActorWorker(
@@ -95,6 +96,9 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
     updates = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
     result["loss"] = _relative(updates.metrics["loss"], float(np.mean(case.expected.losses)))
     result["grad_norm"] = _relative(updates.metrics["grad_norm"], float(np.mean(case.expected.grad_norms)))
+    result["router"] = max(
+        (_relative(updates.metrics[name], value) for name, value in case.expected.router.items()), default=0.0
+    )
     exported = list(worker.iter_hf_weights())
     expected = case.expected.parameters
     result["names_equal"] = float([*sorted(n for n, _ in exported)] == sorted(expected))
@@ -110,7 +114,13 @@ def _sequence_level(worker: ActorWorker, batch: PackedBatch) -> dict[str, float]
     loss = LOSS.model_copy(update={"policy": SequenceLoss(clip_low=0.2, clip_high=0.28)})
     layouts.activate("cpu")
     metrics = minibatch_gradients(
-        worker.models, worker.optimizer, worker.layout, batch.minibatches[0], loss, temperature=TEMPERATURE
+        worker.models,
+        worker.optimizer,
+        worker.layout,
+        batch.minibatches[0],
+        loss,
+        temperature=TEMPERATURE,
+        router=worker.spec.actor.router,
     )
     worker.optimizer.prepare_grads()
     return {"sequence_loss": metrics["loss"], "sequence_grad_norm": float(worker.optimizer.get_grad_norm())}
