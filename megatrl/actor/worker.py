@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatrl.actor import memory
@@ -65,6 +66,7 @@ class ActorWorker:
             seed=spec.seed,
             timeout_s=spec.actor.timeout_s,
         )
+        self._memory = memory.DeviceMemory("the actor", self.layout.torch_device)
         models = build_model(
             shape,
             self.layout,
@@ -73,15 +75,27 @@ class ActorWorker:
             router=spec.actor.router,
         )
         load_hf_weights(models, spec.model_path)
-        self.models = wrap_data_parallel(models, spec.actor)
+        self._models = wrap_data_parallel(models, spec.actor)
         self.reset_optimizer()
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The wrapped chunks. Raises DeviceMemoryError while their memory is handed over."""
+        self._memory.require()
+        return self._models
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Raises DeviceMemoryError while its memory is handed over."""
+        self._memory.require()
+        return self._optimizer
 
     def reset_optimizer(self, config: OptimizerConfig | None = None, *, num_steps: int | None = None) -> None:
         """Starts a fresh optimizer (no moments) on the present weights; None keeps the recipe's settings."""
         layouts.activate(self.layout.device)
         self.optimizer_config = config or self.spec.actor.optimizer
         self.scheduler = LearningRateSchedule(config=self.optimizer_config, num_steps=num_steps or self.spec.num_steps)
-        self.optimizer = build_optimizer(self.models, self.optimizer_config, self.spec.actor)
+        self._optimizer = build_optimizer(self.models, self.optimizer_config, self.spec.actor)
 
     def logprobs(self, batch: PackedBatch, *, temperature: float) -> dict[int, FloatArray]:
         """Returns sample index -> [T] log-probabilities for this data rank's samples, 0 outside the mask.
@@ -137,17 +151,22 @@ class ActorWorker:
         for model in self.models:
             for name, parameter in sorted(unwrap(model).named_parameters()):
                 digest.update(name.encode())
-                digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+                copy = parameter.detach().to("cpu", copy=True)  # numpy would keep torch from ever freeing the original
+                digest.update(copy.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def offload(self) -> None:
-        """Moves the actor's device memory to the host; nothing to do on CPU."""
-        if self.layout.device == "cuda":
-            memory.offload(self.models, self.optimizer)
+        """Hands this rank's device memory over; see `actor/memory.py`. Calling it twice is harmless.
+
+        Until `onload`, every method that needs the weights raises DeviceMemoryError.
+        """
+        layouts.activate(self.layout.device)
+        self._memory.hand_over({"models": self._models, "optimizer": self._optimizer})
 
     def onload(self) -> None:
-        if self.layout.device == "cuda":
-            memory.onload(self.models, self.optimizer)
+        """Takes the memory back. Raises DeviceMemoryError naming the tensors that did not come back as they were."""
+        layouts.activate(self.layout.device)
+        self._memory.take_back()
 
     def close(self) -> None:
         """Leaves the process groups."""

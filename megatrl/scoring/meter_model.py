@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatrl.actor.memory import DeviceMemory
 from megatrl.config.engines import ActorConfig
 from megatrl.config.model_shape import read_model_shape
 from megatrl.config.plan import check_layout
@@ -30,6 +31,7 @@ class MeterModel:
         activate(layout.device)
         self._path = path
         self._layout = layout
+        self._memory = DeviceMemory(f"the meter {path}", layout.torch_device)
         self._models = build_model(shape, layout, precision=actor.precision)
         load_hf_weights(self._models, path)
         for model in self._models:
@@ -39,20 +41,22 @@ class MeterModel:
 
     def target_logprobs(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
         """Log-probabilities of the queries' targets; see `mcore.queries.target_logprobs`. Collective."""
+        self._memory.require()
         return target_logprobs(self._models, self._layout, queries, temperature=temperature)
 
     def verify(self) -> None:
         """Raises ScoringError when the weights in memory are no longer those that were loaded."""
+        self._memory.require()
         seen = combined_hash(state_hashes(self._models))
         if seen != self.identity:
             raise ScoringError(f"the weights of the meter {self._path} changed: loaded {self.identity}, now {seen}")
 
     def offload(self) -> None:
-        """Moves the weights to host memory, for a colocated rollout server; nothing to do on CPU."""
-        for model in self._models:
-            model.to("cpu")
+        """Hands this rank's part of the meter over to host memory, for a colocated rollout server."""
+        activate(self._layout.device)
+        self._memory.hand_over({"meter": self._models})
 
     def onload(self) -> None:
-        """Moves the weights back to the layout's device."""
-        for model in self._models:
-            model.to(self._layout.torch_device)
+        """Takes it back. Raises DeviceMemoryError naming the tensors that did not come back as they were."""
+        activate(self._layout.device)
+        self._memory.take_back()

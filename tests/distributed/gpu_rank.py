@@ -1,5 +1,6 @@
 """One CUDA process: Transformer Engine's attention against ours, and the bf16 actor against the oracle."""
 
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -40,20 +41,32 @@ def main() -> None:
     masks = [sample.action_mask for sample in case.samples]
     gaps = [np.abs(logprobs[i] - case.expected.logprobs[i])[masks[i]] for i in logprobs]
     seen["mean_gap"] = float(np.concatenate(gaps).mean())
+    filled = attach_old_logprobs(batch, case.old_logprobs)
     before = worker.parameter_hash()
-    worker.offload()
-    seen["left_on_device"] = [
-        name
-        for name, parameter in unwrap(worker.models[0]).named_parameters()
-        if parameter.is_cuda and parameter.untyped_storage().size() > 0
-    ]
-    worker.onload()
-    seen["same_after_onload"] = worker.parameter_hash() == before
-    update = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
+    update = worker.update(filled, LOSS, temperature=TEMPERATURE, step=1)
     seen["grad_norm"] = update.metrics["grad_norm"]
     seen["moved"] = worker.parameter_hash() != before
+    seen |= memory_hand_over(worker)
+    worker.update(filled, LOSS, temperature=TEMPERATURE, step=2)
+    seen["left_after_another_step"] = memory_hand_over(worker)["left_on_device"]
     worker.close()
     report(seen)
+
+
+def memory_hand_over(worker: ActorWorker) -> dict[str, Any]:
+    """Tensors of more than 256 bytes that the garbage collector finds on the device meanwhile, and what came back."""
+    before, allocated = worker.parameter_hash(), torch.cuda.memory_allocated()
+    worker.offload()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.is_cuda]
+    left = [f"{tuple(t.shape)} {t.dtype}" for t in tensors if t.untyped_storage().nbytes() > 256]
+    freed = allocated - torch.cuda.memory_allocated()
+    expected = worker._memory.released_bytes
+    worker.onload()
+    return {
+        "left_on_device": left,
+        "freed_fraction": freed / expected,
+        "same_after_onload": worker.parameter_hash() == before,
+    }
 
 
 def attention_error(worker: ActorWorker) -> float:

@@ -24,6 +24,8 @@ def test_the_cuda_actor_agrees_with_the_oracle_within_bf16(kind: str, tmp_path: 
     assert seen["attention"] < 2e-2
     assert seen["mean_gap"] < 0.15
     assert seen["left_on_device"] == []
+    assert seen["left_after_another_step"] == []
+    assert seen["freed_fraction"] > 0.99
     assert seen["same_after_onload"]
     assert seen["moved"]
     assert 0 < seen["grad_norm"] < 1e3
