@@ -318,8 +318,14 @@ def test_a_disk_publish_that_one_server_misses_leaves_the_files_for_the_others(t
         (live,) = tmp_path.iterdir()
         assert str(live) == good.disk_path, "SGLang goes back to these files when a later load fails"
         assert 1.0 < report.bytes_ratio <= 1.1
-        publisher.publish(make_weights(2).items(), 2)
+
+        def export() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from make_weights(2).items()
+            assert live.exists(), "the next set is not live yet"
+
+        publisher.publish(export(), 2)
         assert [str(path) for path in tmp_path.iterdir()] == [good.disk_path]
+        assert not live.exists()
         publisher.close()
     assert list(tmp_path.iterdir()) == []
 
