@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrl.config.engines import Family, TinyModel
+from megatrl.config.router_flags import check_router_flags
 from megatrl.errors import ModelError
 
 MODEL_TYPES: Mapping[str, Family] = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "llama": "llama3"}
@@ -79,6 +80,8 @@ def model_shape_of(config: Mapping[str, Any], *, source: str) -> ModelShape:
         )
     family = MODEL_TYPES[model_type]
     _refuse_unsupported(config, source)
+    if family == "qwen3_moe":
+        check_router_flags(config, source)
     num_heads, hidden_size = _integer(config, "num_attention_heads", source), _integer(config, "hidden_size", source)
     is_mixture = family == "qwen3_moe"
     theta, scaling = _rope(config, source)

@@ -116,3 +116,26 @@ def test_a_tiny_shape_survives_its_config_json(family: Family, tmp_path: Path) -
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; supported is 'softmax'"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor is 2.5; supported is 1"),
+        ({"n_group": 8, "topk_group": 4}, "n_group is 8; supported is 1"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512; supported is 0"),
+        ({"router_temperature": 0.5}, "router_temperature = 0.5 is no routing field that megatrl knows"),
+        ({"use_routed_dropout": True}, "use_routed_dropout = True is no routing field that megatrl knows"),
+    ],
+)
+def test_routing_fields_that_change_the_model_are_refused(field: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: {message}"):
+        shape_of(QWEN3_MOE | field)
+
+
+def test_routing_fields_are_mapped_or_leave_the_model_as_it_is() -> None:
+    neutral = {"router_aux_loss_coef": 0.001, "output_router_logits": False, "n_group": 1, "scoring_func": "softmax"}
+    assert shape_of(QWEN3_MOE | neutral) == shape_of(QWEN3_MOE)
+    assert shape_of(QWEN3_MOE | {"norm_topk_prob": False}).norm_topk_prob is False
+    assert shape_of(without(QWEN3_MOE, "norm_topk_prob")).norm_topk_prob is False  # the default of transformers
