@@ -104,7 +104,7 @@ def _ranks(plan: Plan) -> Table:
     )
     table = _table("ranks", *names)
     for rank in plan.ranks[:MAX_RANKS]:
-        layers = ", ".join(f"{begin}-{end - 1}" if end > begin else "none" for begin, end in rank.layers)
+        layers = ", ".join(f"{chunk.start}-{chunk.stop - 1}" for chunk in rank.layers)
         values = (
             rank.rank, rank.node, rank.device, rank.tensor, rank.context, rank.data, rank.pipeline, rank.expert,
             rank.expert_tensor, rank.expert_data,

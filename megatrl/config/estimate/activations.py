@@ -94,6 +94,8 @@ def _local_attention(
     token += (queries + keys) * width * item  # rotated
     if is_core_kept:
         token += queries * (width * item + _FP32)  # output and log normalizer of each sequence
+    else:
+        total += 4  # the kind of mask, which the checkpoint keeps as a tensor
     token += queries * width * item  # the outputs joined: input of the projection
     return total + tokens.whole * token
 
@@ -163,7 +165,7 @@ def saved_bytes(
         recompute=recompute,
     )  # fmt: skip
     in_flight = chunks_in_flight(degrees, stage, num_microbatches)
-    largest_chunk = max(degrees.chunk_layers[stage])
+    largest_chunk = max(len(chunk) for chunk in degrees.chunks[stage])
     handed_on = tokens.cut * shape.hidden_size * ITEM_BYTES[precision] if degrees.pipeline > 1 else 0
     return in_flight * (largest_chunk * layer + handed_on) + -(-in_flight // degrees.virtual) * ends
 

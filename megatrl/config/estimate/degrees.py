@@ -1,10 +1,10 @@
 """Degrees of parallelism, which layers a pipeline stage holds, and where every rank stands."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import ModelShape
+from megatrl.config.pipeline import Chunks, pipeline_chunks, split_of
 from megatrl.config.plan import expert_tensor_degree
 
 
@@ -20,7 +20,7 @@ class Degrees:
     expert: int
     expert_tensor: int
     sequence_parallel: bool
-    chunk_layers: tuple[tuple[int, ...], ...]  # [stage][chunk] -> layers
+    chunks: Chunks  # [stage][chunk] -> the layers it holds
 
     @property
     def data(self) -> int:
@@ -37,22 +37,23 @@ class Degrees:
         return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
 
     def layers(self, stage: int) -> int:
-        return sum(self.chunk_layers[stage])
+        """Returns how many layers a stage holds in all its chunks."""
+        return sum(len(chunk) for chunk in self.chunks[stage])
 
 
 def degrees_of(layout: LayoutConfig, shape: ModelShape) -> Degrees:
-    """Returns the degrees of a layout that `check_layout` accepts for the shape."""
-    layers = shape.num_layers // layout.pipeline
+    """Returns the degrees of a layout that `check_layout` accepts for the shape. Raises LayoutError for a split of
+    layers that does not come out even."""
     return Degrees(
         world_size=layout.world_size,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
-        virtual=1,
-        context=1,
+        virtual=layout.virtual_pipeline,
+        context=layout.context,
         expert=layout.expert,
-        expert_tensor=expert_tensor_degree(layout),
+        expert_tensor=expert_tensor_degree(layout) if shape.is_mixture else 1,
         sequence_parallel=layout.sequence_parallel,
-        chunk_layers=((layers,),) * layout.pipeline,
+        chunks=pipeline_chunks(shape.num_layers, **split_of(layout)),  # type: ignore[arg-type]  # of one type by name
     )
 
 
@@ -70,13 +71,12 @@ class RankPlace:
     expert: int
     expert_tensor: int
     expert_data: int
-    layers: tuple[tuple[int, int], ...]  # for each model chunk: first layer and the one after its last
+    layers: tuple[range, ...]  # of each model chunk
 
 
 def rank_places(degrees: Degrees, devices_per_node: int) -> tuple[RankPlace, ...]:
     """Returns where every rank stands. Megatron's order: tensor varies fastest, then context, data, pipeline;
     of experts: expert tensor, expert, expert data, pipeline."""
-    bounds = chunk_bounds(degrees.chunk_layers)
     places = []
     for rank in range(degrees.world_size):
         rest, tensor = divmod(rank, degrees.tensor)
@@ -96,21 +96,10 @@ def rank_places(degrees: Degrees, devices_per_node: int) -> tuple[RankPlace, ...
                 expert=expert,
                 expert_tensor=expert_tensor,
                 expert_data=rest % degrees.expert_shards,
-                layers=bounds[pipeline],
+                layers=degrees.chunks[pipeline],
             )
         )
     return tuple(places)
-
-
-def chunk_bounds(chunk_layers: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Returns [stage][chunk] -> (first layer, end). Chunk c of every stage comes before chunk c + 1 of any."""
-    bounds: list[list[tuple[int, int]]] = [[] for _ in chunk_layers]
-    begin = 0
-    for chunk in range(len(chunk_layers[0])):
-        for stage, layers in enumerate(chunk_layers):
-            bounds[stage].append((begin, begin + layers[chunk]))
-            begin += layers[chunk]
-    return tuple(tuple(stage) for stage in bounds)
 
 
 def is_within_node(size: int, stride: int, devices_per_node: int) -> bool:

@@ -67,7 +67,7 @@ def rank_tensors(shape: ModelShape, degrees: Degrees, *, stage: int, chunk: int 
     tensors: list[RankTensor] = []
     if is_first:
         tensors.append(RankTensor("embedding.word_embeddings.weight", ends, is_shared_embedding=is_shared))
-    for layer in range(degrees.chunk_layers[stage][chunk]):
+    for layer in range(len(degrees.chunks[stage][chunk])):
         tensors += _layer_tensors(shape, degrees, f"decoder.layers.{layer}.")
     if is_last:
         tensors.append(RankTensor("decoder.final_layernorm.weight", shape.hidden_size))

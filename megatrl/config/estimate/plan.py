@@ -1,6 +1,7 @@
 """Plan: everything `megatrl plan` says about one recipe, as one object."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,9 @@ class Plan:
             "recipe": self.name,
             "model": self.model,
             "parameters": {"total": self.num_parameters, "active": self.num_active_parameters},
-            "layout": dataclasses.asdict(self.degrees) | {"data": self.degrees.data},
-            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+            "layout": dataclasses.asdict(self.degrees)
+            | {"data": self.degrees.data, "chunks": _spans(self.degrees.chunks)},
+            "ranks": [dataclasses.asdict(rank) | {"layers": _spans([rank.layers])[0]} for rank in self.ranks],
             "workload": dataclasses.asdict(self.workload),
             "memory": memory,
             "serving": dataclasses.asdict(self.memory.serving),
@@ -70,6 +72,11 @@ class Plan:
             },
             "assumptions": list(self.assumptions),
         }
+
+
+def _spans(chunks: Sequence[Sequence[range]]) -> list[list[list[int]]]:
+    """First layer and the one after the last of every chunk, [stage][chunk]."""
+    return [[[chunk.start, chunk.stop] for chunk in stage] for stage in chunks]
 
 
 def planned_shape(recipe: Recipe, shape_name: str | None = None) -> tuple[ModelShape, str]:

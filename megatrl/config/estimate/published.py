@@ -17,6 +17,7 @@ from megatrl.config.estimate.passes import Machine, Passes, optimizer_seconds, p
 from megatrl.config.estimate.shapes import KNOWN_SHAPES
 from megatrl.config.estimate.states import state_bytes
 from megatrl.config.model_shape import ModelShape
+from megatrl.config.pipeline import pipeline_chunks
 
 MODEL = "Qwen3-30B-A3B"
 PROMPT_SHARE = 0.05
@@ -87,7 +88,6 @@ def _compared(
 
 def _degrees(row: dict[str, Any], shape: ModelShape) -> Degrees:
     layout = row["layout"]
-    chunks = layout["pipeline"] * layout["virtual"]
     return Degrees(
         world_size=row["num_gpus"],
         tensor=layout["tensor"],
@@ -97,7 +97,7 @@ def _degrees(row: dict[str, Any], shape: ModelShape) -> Degrees:
         expert=layout["expert"],
         expert_tensor=1,
         sequence_parallel=layout["tensor"] > 1,
-        chunk_layers=((shape.num_layers // chunks,) * layout["virtual"],) * layout["pipeline"],
+        chunks=pipeline_chunks(shape.num_layers, pipeline=layout["pipeline"], virtual=layout["virtual"]),
     )
 
 
