@@ -229,7 +229,8 @@ class CheckpointStore:
     def _apply_retention(self, step: int) -> None:
         pinned = self.pinned_steps()
         older = [other for other in self.steps() if other < step and other not in pinned]
-        for other in older[: max(0, len(older) - (self._keep - 1))]:
+        num_kept = self._keep if step in pinned else self._keep - 1
+        for other in older[: max(0, len(older) - num_kept)]:
             self._delete(self.directory / _directory_name(other))
 
     def _delete(self, path: Path) -> None:

@@ -265,3 +265,64 @@ def test_a_writer_killed_at_any_point_leaves_a_checkpoint_to_resume_from(
     save(store, 3)
     assert store.steps() == (3,)
     assert listing(tmp_path / "checkpoints") == ["latest", "step-000003"], "the leftovers of the killed writer are gone"
+
+
+def test_pinned_steps_stay_and_are_not_counted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, run_id="run-a", keep=2, pin_every=5)
+    for step in (4, 5, 6, 8, 10):
+        save(store, step)
+    store.pin(6)
+    for step in (11, 12, 13):
+        save(store, step)
+    assert store.pinned_steps() == (5, 6, 10)
+    assert store.steps() == (5, 6, 10, 12, 13)
+    assert store.open(6).step == 6, "a pin changes nothing that the manifest covers"
+
+
+def test_a_pin_by_hand_is_a_file_and_can_be_taken_back(tmp_path: Path) -> None:
+    store = make(tmp_path, keep=1)
+    save(store, 1)
+    (tmp_path / "step-000001" / "pinned").touch()
+    save(store, 2)
+    assert store.steps() == (1, 2)
+    store.unpin(1)
+    save(store, 3)
+    assert store.steps() == (3,)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 to pin; there are \[3\]"):
+        store.pin(9)
+
+
+def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path) -> None:
+    store = make(tmp_path, keep=1)
+    save(store, 1)
+    store.pin(1)
+    save(store, 1, "again")
+    save(store, 2)
+    assert (store.open(1).path / "actor" / "weights.bin").read_text() == "again"
+
+
+def test_a_directory_with_weights_alone_is_named_as_such_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make(tmp_path)
+    save(store, 1)
+    exported = tmp_path / "step-000002"
+    exported.mkdir()
+    (exported / "config.json").write_text("{}")
+    (exported / "model.safetensors").write_text("weights")
+    (tmp_path / "latest").write_text("step-000002\n")
+    with caplog.at_level(logging.WARNING):
+        found = store.latest()
+    assert found is not None
+    assert found.step == 1
+    assert "weights alone cannot be resumed, start a new run from them with model.path" in caplog.text
+
+
+def test_begun_checkpoints_appear_at_their_commit_and_leave_nothing_when_abandoned(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    (store.begin(1) / "weights.bin").write_text("x")
+    assert store.latest() is None
+    store.commit(1)
+    (store.begin(2) / "weights.bin").write_text("y")
+    assert store.abandon(2, RuntimeError("a rank died")) is None
+    assert listing(tmp_path) == ["latest", "step-000001"]
