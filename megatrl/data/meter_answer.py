@@ -9,6 +9,10 @@ MAX_TOKENS_TO_GO = 1e12
 """A larger number in a free answer is nonsense (and may not fit a float): the answer is invalid."""
 
 
+ANSWER_PATTERN = r'\{"completion": ?(0, ?"tokens_to_go": ?null|1, ?"tokens_to_go": ?[0-9]{1,9})\}'
+"""Every answer that can be parsed, with or without the spaces that some tokenizers cannot spell."""
+
+
 def answer_text(*, completion: bool, tokens_to_go: int | None) -> str:
     """The JSON that the meter is trained to answer."""
     return json.dumps({"completion": int(completion), "tokens_to_go": tokens_to_go if completion else None})

@@ -29,6 +29,7 @@ from megatrl.orchestration.meter_scoring import ReadoutKind, own_renderer
 from megatrl.orchestration.run_directory import claimed
 from megatrl.orchestration.start import model_directory
 from megatrl.rendering.renderer import load_renderer
+from megatrl.rollout.client import SGLangSampler
 from megatrl.rollout.server import RolloutServer, ServerSpec
 from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
@@ -220,14 +221,15 @@ def _opened(
             yield frozen_copy_meter(actor, labels, microbatch_tokens=recipe.batch.microbatch_tokens)
         return
     servers = recipe.rollout.servers
-    server = RolloutServer(ServerSpec(model_path=str(weights), config=servers, log_path=logs / "meter-server.log"))
+    log = logs / "meter-server.log"
+    server = RolloutServer(ServerSpec(model_path=str(weights), config=servers, log_path=log, constrains=True))
     server.start()
     try:
         server.wait_ready()
         yield DecodeMeter(
             prompt=labels.prompt,
             renderer=renderer,
-            urls=lambda: (server.url,),
+            samplers=lambda: SGLangSampler([server.url], vocab_size=renderer.vocab_size),
             failure_cost=labels.failure_cost,
             policy_fingerprint=renderer.fingerprint,
             max_sequence_tokens=labels.max_sequence_tokens,

@@ -15,6 +15,7 @@ from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.meter_server import MeterServer
 from megatrl.rendering.renderer import Renderer, load_renderer
 from megatrl.rendering.retokenize import Retokenizer, TrajectoryView
+from megatrl.rollout.client import SGLangSampler
 from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
 from megatrl.scoring.independent import IndependentBackend
@@ -72,10 +73,10 @@ def open_meter(
         runner = actor.query_runner("meter")
         backend = IndependentBackend(runner=runner, microbatch_tokens=recipe.batch.microbatch_tokens)
         return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=identity, close=lambda: None)
-    server = MeterServer(recipe, frozen.path, log_dir)
+    server, renderer = MeterServer(recipe, frozen.path, log_dir), own_renderer(frozen)
     scorer = DecodeMeter(
-        renderer=own_renderer(frozen),
-        urls=lambda: server.urls,
+        renderer=renderer,
+        samplers=lambda: SGLangSampler(server.urls, vocab_size=renderer.vocab_size),
         request_timeout_s=recipe.rollout.servers.request_timeout_s,
         **common,
     )

@@ -43,6 +43,7 @@ class MeterServer:
                 host=LOOPBACK if config.device == "cpu" else "0.0.0.0",
                 log_path=log_dir / "meter-server.log",
                 seed=recipe.seed,
+                constrains=True,
             )
             timeout_s = config.start_timeout_s + 30
             self._host = WorkerGroup.start(

@@ -51,6 +51,8 @@ def request_body(request: SampleRequest, rid: str, *, record_routing: bool = Fal
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
+    if request.pattern:
+        sampling["regex"] = request.pattern
     body = {"rid": rid, "input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
     if record_routing:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.first_routed}

@@ -21,6 +21,8 @@ class SampleRequest:
     deadline_s: float = 600.0  # over all attempts at this request
     routing_key: str = ""
     """Requests with the same key go to the same server while it lives, where their prefix is cached."""
+    pattern: str = ""
+    """Regular expression that the sampled text must match; "" is free. Needs a server that constrains."""
     first_routed: int = 0
     """Position of the first token whose expert choices are wanted, where the sampler records them."""
 

@@ -52,6 +52,8 @@ class ServerSpec:
     seed: int = 0
     record_routing: bool = False
     """Keep each token's expert choices for requests that ask; a mixture model only."""
+    constrains: bool = False
+    """Keep the tokenizer in the server, so that requests may ask for text that matches a pattern."""
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Added to the process environment, e.g. CUDA_VISIBLE_DEVICES."""
 
@@ -175,7 +177,7 @@ def server_arguments(spec: ServerSpec, port: int) -> dict[str, Any]:
     """SGLang's ServerArgs fields for this server; `config.sglang` may override our plain defaults."""
     config = spec.config
     # Token ids in, token ids out: the server needs no tokenizer, and one process fewer.
-    arguments: dict[str, Any] = {"log_level": "warning", "skip_tokenizer_init": True}
+    arguments: dict[str, Any] = {"log_level": "warning", "skip_tokenizer_init": not spec.constrains}
     if config.device == "cpu":
         arguments |= _CPU_DEFAULTS
     arguments |= config.sglang

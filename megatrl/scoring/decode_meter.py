@@ -8,8 +8,9 @@ number, and an answer may be unreadable. The paper's readout (spec 2.3).
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
-from megatrl.data.meter_answer import parse_answer
+from megatrl.data.meter_answer import ANSWER_PATTERN, parse_answer
 from megatrl.data.meter_prompt import MeterPrompt
 from megatrl.data.scores import Forecast
 from megatrl.data.states import shortened_history
@@ -17,7 +18,6 @@ from megatrl.data.trajectories import FinishReason
 from megatrl.errors import RolloutError
 from megatrl.rendering.renderer import Renderer
 from megatrl.rendering.retokenize import TrajectoryView
-from megatrl.rollout.client import SGLangSampler
 from megatrl.rollout.sampler import Sampler, SampleRequest
 from megatrl.scoring.group_meter import AskedStates, GroupMeter, StateForecasts
 
@@ -26,14 +26,14 @@ _CONCURRENT_TRAJECTORIES = 64
 
 
 class DecodeMeter(GroupMeter):
-    """A frozen meter behind one or several SGLang servers that hold its weights."""
+    """A frozen meter behind servers that hold its weights and constrain what they sample."""
 
     def __init__(
         self,
         *,
         prompt: MeterPrompt,
         renderer: Renderer,
-        urls: Callable[[], Sequence[str]],
+        samplers: Callable[[], AbstractAsyncContextManager[Sampler]],
         failure_cost: float,
         policy_fingerprint: str,
         max_sequence_tokens: int,
@@ -41,7 +41,7 @@ class DecodeMeter(GroupMeter):
         with_terminal: bool = False,
         view: TrajectoryView | None = None,
     ) -> None:
-        """`renderer` is the meter's own; `urls` is asked at each call.
+        """`renderer` is the meter's own; `samplers` opens a client of the servers inside an event loop.
 
         Raises ScoringError when the trajectories' token ids, or those of `view`, are of another tokenizer.
         """
@@ -52,7 +52,7 @@ class DecodeMeter(GroupMeter):
             with_terminal=with_terminal,
             view=view,
         )
-        self._renderer, self._urls = renderer, urls
+        self._renderer, self._samplers = renderer, samplers
         self._max_history = max_sequence_tokens - prompt.num_extra_tokens
         self._request_timeout_s = request_timeout_s
 
@@ -68,7 +68,7 @@ class DecodeMeter(GroupMeter):
     async def _forecast_all(self, asked: Sequence[AskedStates]) -> StateForecasts:
         gate = asyncio.Semaphore(_CONCURRENT_TRAJECTORIES)
         async with (
-            SGLangSampler(self._urls(), vocab_size=self._renderer.vocab_size) as sampler,
+            self._samplers() as sampler,
             asyncio.TaskGroup() as tasks,
         ):
 
@@ -97,6 +97,7 @@ class DecodeMeter(GroupMeter):
                 max_new_tokens=MAX_ANSWER_TOKENS,
                 temperature=0.0,
                 stop_token_ids=self._renderer.stop_token_ids,
+                pattern=ANSWER_PATTERN,
                 deadline_s=self._request_timeout_s,
                 routing_key=str(item.trajectory.id),
             )
