@@ -137,8 +137,6 @@ def open_run(
     actor.connect_servers(recipe.publish, recipe.rollout.servers, run_dir / "publish")
     devices = cluster.devices(actor)
     weight_sync = ProvenWeightSync(actor, servers, devices)
-    evaluation = recipe.evaluation
-    held_out = policy_player(recipe, renderer, lambda: servers.urls, group_size=1, temperature=evaluation.temperature)
     player = policy_player(recipe, renderer, lambda: servers.urls, group_size=recipe.batch.group_size)
     with (
         contextlib.closing(scorers),
@@ -160,15 +158,23 @@ def open_run(
             weight_sync=weight_sync,
             devices=devices,
             checkpoints=checkpoints,
-            evaluator=Evaluator(
-                WatchedPlayer(held_out, weight_sync),
-                prompt_source(recipe.env, seed=recipe.seed, split="eval"),
-                evaluation,
-                devices,
-            ),
+            evaluator=_evaluator(recipe, renderer, cluster, weight_sync, devices),
             observe=observe,
             mismatch=MismatchMonitor(recipe.train.max_mismatch),
         )
+
+
+def _evaluator(
+    recipe: Recipe,
+    renderer: Renderer,
+    cluster: Cluster,
+    weight_sync: ProvenWeightSync,
+    devices: OwnedDevices | SharedDevices,
+) -> Evaluator:
+    config, servers = recipe.evaluation, cluster.servers
+    player = policy_player(recipe, renderer, lambda: servers.urls, group_size=1, temperature=config.temperature)
+    source = prompt_source(recipe.env, seed=recipe.seed, split="eval")
+    return Evaluator(WatchedPlayer(player, weight_sync), source, config, devices)
 
 
 @contextlib.contextmanager
