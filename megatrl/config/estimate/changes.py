@@ -39,7 +39,7 @@ class Proposal:
 
 
 def changed_recipe(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
-    """Returns the recipe with values replaced by path; None where its schema or a rule of CHECKS refuses them."""
+    """Returns the recipe with values replaced by path; None where its schema refuses them."""
     content = recipe.model_dump()
     for path, value in values.items():
         *sections, name = path.split(".")
@@ -48,11 +48,14 @@ def changed_recipe(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
             section = section[key]
         section[name] = value
     try:
-        changed = Recipe.model_validate(content)
+        return Recipe.model_validate(content)
     except ValidationError:
         return None
-    refused = any(not problem.is_warning for check in CHECKS for problem in check(changed))
-    return None if refused else changed
+
+
+def is_allowed(recipe: Recipe) -> bool:
+    """Whether no rule of CHECKS refuses the recipe, as `megatrl train` would."""
+    return all(problem.is_warning for check in CHECKS for problem in check(recipe))
 
 
 def proposals(
@@ -66,17 +69,23 @@ def proposals(
         if any(proposal.change.values.keys() <= candidate.values.keys() for proposal in found):
             continue  # the same settings with other values, or with more beside them
         memory = plan_of_change(recipe, candidate, shape, workload, hardware, host_memory=host_memory)
-        if memory is not None and memory.fits:
+        if memory is not None and memory.fits and is_allowed(_changed(recipe, candidate)):
             found.append(Proposal(change=candidate, memory=memory))
             if len(found) == MAX_PROPOSALS:
                 break
     return tuple(found)
 
 
+def _changed(recipe: Recipe, change: Change) -> Recipe:
+    changed = changed_recipe(recipe, change.values)
+    assert changed is not None, "it was planned before"
+    return changed
+
+
 def plan_of_change(
     recipe: Recipe, change: Change, shape: ModelShape, workload: Workload, hardware: Hardware, *, host_memory: int
 ) -> MemoryPlan | None:
-    """Returns the memory plan of a recipe with a change; None where the change is not allowed."""
+    """Returns the memory plan of a recipe with a change; None where schema or layout refuse it."""
     changed = changed_recipe(recipe, change.values)
     if changed is None or check_layout(changed.actor.layout, shape):
         return None

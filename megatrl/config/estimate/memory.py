@@ -85,7 +85,9 @@ def memory_plan(
     degrees = degrees_of(recipe.actor.layout, shape)
     serving = serving_bytes(shape, recipe.rollout, workload, hardware.memory_bytes)
     stages = [_actor_phases(recipe, shape, degrees, workload, stage) for stage in range(degrees.pipeline)]
-    worst = {phase: max((stage[phase] for stage in stages), key=lambda p: sum(p.values())) for phase in PHASES}
+    worst: dict[Phase, dict[str, int]] = {
+        phase: max((stage[phase] for stage in stages), key=lambda p: sum(p.values())) for phase in PHASES
+    }
     is_cpu = recipe.actor.device == "cpu"
     if is_cpu:
         pools = _host_pool(recipe, worst, serving, host_memory)
@@ -205,7 +207,8 @@ def _separate_pools(
     if recipe.rollout.servers.device == "cuda":
         server = _server_parts(serving)
         received = server | {"bucket": _received_bytes(actor["publish"])}
-        for phase, parts in (("rollout", server), ("publish", received)):
+        served: dict[Phase, dict[str, int]] = {"rollout": server, "publish": received}
+        for phase, parts in served.items():
             held = _with_overhead(parts, 1, has_actor=False)
             pools.append(PhaseMemory(pool="server", phase=phase, parts=held, limit=limit))
     return pools

@@ -13,8 +13,9 @@ def _qwen3(**sizes: Any) -> ModelShape:
         "num_kv_heads": 8,
         "norm_eps": 1e-6,
         "rope_theta": 1e6,
+        "max_positions": 40960,
     }
-    return ModelShape(family="qwen3", **(common | {"max_positions": 40960} | sizes))
+    return ModelShape(family="qwen3", **common, **sizes)
 
 
 def _qwen3_moe(**sizes: Any) -> ModelShape:
@@ -24,9 +25,11 @@ def _qwen3_moe(**sizes: Any) -> ModelShape:
         "num_kv_heads": 4,
         "norm_eps": 1e-6,
         "rope_theta": 1e7,
+        "num_experts": 128,
+        "num_experts_per_token": 8,
+        "max_positions": 262144,
     }
-    experts = {"num_experts": 128, "num_experts_per_token": 8}
-    return ModelShape(family="qwen3_moe", **(common | experts | {"max_positions": 262144} | sizes))
+    return ModelShape(family="qwen3_moe", **common, **sizes)
 
 
 _LLAMA31_8B = ModelShape(
