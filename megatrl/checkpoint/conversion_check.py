@@ -40,14 +40,19 @@ class Agreement:
     num_tokens: int
 
 
-def check_same_logprobs(hf: Path, shards: Path, *, rounded_to: torch.dtype | None, device: Device) -> Agreement:
+def check_same_logprobs(
+    hf: Path, shards: Path, *, config: Path, rounded_to: torch.dtype | None, device: Device
+) -> Agreement:
     """Returns the agreement of the Hugging Face directory `hf` with the weights in `shards`.
+
+    `config` is the directory whose config.json the Megatron model follows: the other side of the conversion, so that
+    a wrong config.json is found too.
 
     One process: transformers first, then a Megatron model in a world of one; each model is in memory in fp32 as a
     whole. `rounded_to` is the dtype that the conversion rounded to, so that rounding is no difference.
     Raises CheckpointError above TOLERANCE.
     """
-    shape = read_model_shape(hf)
+    shape = read_model_shape(config)
     tokens = _sample(shape)
     with no_progress_bars():
         theirs = _transformers_logprobs(hf, tokens, rounded_to, device)

@@ -53,7 +53,7 @@ def megatron_to_hf(
     print(f"{found.what}, config and tokenizer of {found.hf}", file=sys.stderr)
 
     def check(staging: Path) -> None:
-        _compare(staging, found.shards, dtype, device)
+        _compare(staging, found.shards, found.hf, dtype, device)
 
     with ExitStack() as stack:
         options = _options(stack, dtype, shard_gb, force=force, verify=check if verify else None)
@@ -77,7 +77,7 @@ def hf_to_megatron(
     from megatrl.mcore.weights_directory import SHARDS
 
     def check(staging: Path) -> None:
-        _compare(model, staging / SHARDS, dtype, device)
+        _compare(model, staging / SHARDS, staging, dtype, device)
 
     with ExitStack() as stack:
         options = _options(stack, dtype, shard_gb, force=force, verify=check if verify else None)
@@ -108,12 +108,12 @@ def _options(
     )
 
 
-def _compare(hf: Path, shards: Path, dtype: str | None, device: Literal["cpu", "cuda"]) -> None:
+def _compare(hf: Path, shards: Path, config: Path, dtype: str | None, device: Literal["cpu", "cuda"]) -> None:
     from megatrl.checkpoint.conversion import DTYPES
     from megatrl.checkpoint.conversion_check import TOLERANCE, check_same_logprobs
 
     rounded_to = None if dtype is None else DTYPES[dtype]
-    agreement = check_same_logprobs(hf, shards, rounded_to=rounded_to, device=device)
+    agreement = check_same_logprobs(hf, shards, config=config, rounded_to=rounded_to, device=device)
     print(
         f"verified: log-probabilities of {agreement.num_tokens} tokens differ by at most "
         f"{agreement.largest_difference:.2g} (relative, allowed {TOLERANCE:g})",
