@@ -79,15 +79,23 @@ def _heads(shape: ModelShape, degrees: Degrees) -> tuple[int, int]:
     return shape.num_heads // degrees.tensor, max(1, shape.num_kv_heads // degrees.tensor)
 
 
+def _fused_rows(shape: ModelShape, degrees: Degrees) -> int:
+    """Rows of the fused projection on a rank; with fewer KV groups than tensor ranks all of it is gathered on each."""
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return rows if shape.num_kv_heads < degrees.tensor else rows // degrees.tensor
+
+
 def _local_attention(
     shape: ModelShape, degrees: Degrees, precision: Precision, tokens: PassTokens, is_core_kept: bool
 ) -> int:
     item, width = ITEM_BYTES[precision], shape.head_dim
     queries, keys = _heads(shape, degrees)
     total = _norm(tokens.cut, shape.hidden_size, item, "local") + tokens.cut * shape.hidden_size * item
-    token = (queries + 2 * keys) * width * item  # the fused projection; values stay a view of it
+    token = _fused_rows(shape, degrees) * item  # the fused projection; values stay a view of it
     if shape.has_qk_norm:
         token += _norm(queries, width, item, "local")
+        if precision == "fp32" and keys == 1:
+            token -= queries * width * _FP32  # one group's queries are a view of the fused projection as well
         # In fp32 the keys' norm reads the fused projection itself; in bf16 a copy of it.
         token += keys * (_FP32 * width + _FP32) + (keys * width * _FP32 if precision == "bf16" else 0)
     token += 4 * width * item  # sines and cosines, for queries and for keys
@@ -119,7 +127,7 @@ def _fused_attention(
     item, width = ITEM_BYTES[precision], shape.head_dim
     queries, keys = _heads(shape, degrees)
     total = _norm(tokens.cut, shape.hidden_size, item, "fused") + tokens.cut * shape.hidden_size * item
-    token = (queries + 2 * keys) * width * item  # the fused projection; values and the keys' norm read it
+    token = _fused_rows(shape, degrees) * item  # the fused projection; values and the keys' norm read it
     if shape.has_qk_norm:
         token += _norm(queries, width, item, "fused") + keys * _FP32
     token += (queries + keys) * width * item  # rotated
