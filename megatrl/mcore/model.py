@@ -141,7 +141,7 @@ def transformer_config(
     """
     on_cuda = layout.device == "cuda"
     options = _mixture_options(shape, router, on_cuda=on_cuda)
-    options |= _recompute_options(recompute) | _pipeline_options(layout)
+    options |= _recompute_options(recompute) | pipeline_options(layout)
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -200,10 +200,14 @@ def _mixture_options(shape: ModelShape, router: RouterConfig, *, on_cuda: bool) 
     }
 
 
-def _pipeline_options(layout: Layout) -> dict[str, Any]:
+def pipeline_options(layout: Layout) -> dict[str, Any]:
+    """Returns the fields of Megatron's configuration that say how layers are split and hidden states exchanged."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    if layout.pipeline == 2 and first is not None:
+        last = None  # it follows; with both and no stage between, Megatron 0.16.1 divides by zero
     options: dict[str, Any] = {
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
     }
     if layout.virtual_pipeline > 1:
         # With two stages each is both neighbours of the other, and Megatron's default (batched) exchange then gives

@@ -49,13 +49,21 @@ class Case:
     expected: Expected
 
 
-def make_case(directory: Path, kind: Kind, *, num_samples: int = 8, num_minibatches: int = 2, **overrides: Any) -> Path:
-    """Returns the file of a case for a tiny model; lengths are heavy-tailed."""
+def make_case(
+    directory: Path,
+    kind: Kind,
+    *,
+    num_samples: int = 8,
+    num_minibatches: int = 2,
+    length: int | None = None,
+    **overrides: Any,
+) -> Path:
+    """Returns the file of a case for a tiny model; lengths are heavy-tailed, or all `length`."""
     model_path = directory / "model"
     model = write_tiny_model(model_path, kind, **overrides)
     rng = np.random.default_rng(3)
     lengths = np.minimum(6 + (rng.pareto(1.2, num_samples) * 6).astype(int), 60)
-    tokens = [rng.integers(0, VOCAB_SIZE, n) for n in lengths]
+    tokens = [rng.integers(0, VOCAB_SIZE, length or n) for n in lengths]
     logprobs = [_row_logprobs(model, t)[0].detach() for t in tokens]
     samples = tuple(_sample(i, t, p.numpy(), rng) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))
     old = {i: p.numpy() + 0.3 * rng.standard_normal(len(p)) for i, p in enumerate(logprobs)}

@@ -35,7 +35,7 @@ def main() -> None:
         case = reordered(case) if run.get("reorder") else case
         print("run", run, flush=True)
         if run.get("default_exchange"):
-            model._pipeline_options = _default_exchange
+            model.pipeline_options = _default_exchange
         results.append(compare(case, run, rank, port=agreed_port(str(index))))
     report(results)
 
@@ -92,6 +92,9 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
         ),
         default=0.0,
     )
+    if run.get("default_exchange"):
+        worker.close()
+        return result
     result |= _sequence_level(worker, attach_old_logprobs(batch, case.old_logprobs))
     updates = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
     result["loss"] = _relative(updates.metrics["loss"], float(np.mean(case.expected.losses)))
