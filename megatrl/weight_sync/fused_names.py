@@ -3,6 +3,7 @@
 Names and layouts: sglang 0.5.23, models/{qwen3,qwen3_moe,llama}.py and layers/moe/fused_moe_triton/layer.py.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -80,17 +81,25 @@ def rank_slice(piece: FusedPiece, tensor: Tensor, *, rank: int, size: int, num_k
         if num_kv_heads >= size:
             return tensor.chunk(size, dim=0)[rank]
         return tensor.chunk(num_kv_heads, dim=0)[rank // (size // num_kv_heads)]
-    rows = tensor.shape[0]
-    step = _VOCABULARY_PADDING
-    if -(-rows // step) * step % size:
-        step *= size
-    padding = -rows % step
+    padding = _padded_vocabulary(tensor.shape[0], size) - tensor.shape[0]
     if padding:
         tensor = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])])
     return tensor.chunk(size, dim=0)[rank]
 
 
+def _padded_vocabulary(rows: int, size: int) -> int:
+    step = _VOCABULARY_PADDING
+    if -(-rows // step) * step % size:
+        step *= size
+    return -(-rows // step) * step
+
+
 def rank_bytes(piece: FusedPiece, shape: tuple[int, ...], itemsize: int, *, size: int, num_kv_heads: int) -> int:
     """Bytes of `rank_slice` without making it; the same on every rank."""
-    empty = torch.empty(shape, device="meta")
-    return rank_slice(piece, empty, rank=0, size=size, num_kv_heads=num_kv_heads).numel() * itemsize
+    num_elements = math.prod(shape)
+    if piece.slice == "whole":
+        return num_elements * itemsize
+    if piece.slice == "vocabulary":
+        num_elements = _padded_vocabulary(shape[0], size) * math.prod(shape[1:])
+    parts = min(size, num_kv_heads) if piece.slice == "key_value" else size
+    return num_elements // parts * itemsize

@@ -179,7 +179,10 @@ def test_a_server_that_died_between_publishes_is_not_published_to() -> None:
         assert actor.asked[-1] == pool.urls == (url(processes[1]),)
 
 
-def test_a_rollout_on_the_only_server_goes_on_after_its_restart_with_the_current_version() -> None:
+def test_a_rollout_on_the_only_server_goes_on_after_its_restart_with_the_current_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_pool, "DEATH_NOTICE_S", 0.2)
     with run(1) as ((only,), pool, _, sync):
         sync.publish(1)
         only.kill()

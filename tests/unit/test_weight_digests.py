@@ -77,6 +77,15 @@ def test_the_vocabulary_is_padded_with_zero_rows_and_cut() -> None:
     assert rank_bytes(piece("vocabulary"), (70, 2), 2, size=2, num_kv_heads=2) == 64 * 2 * 2
 
 
+@pytest.mark.parametrize("kind", ["rows", "columns", "key_value", "vocabulary", "whole"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_bytes_of_a_ranks_part_are_those_of_the_part(kind: str, size: int, num_kv_heads: int) -> None:
+    rows = 70 if kind == "vocabulary" else 32
+    part = rank_slice(piece(kind), torch.zeros(rows, 16), rank=size - 1, size=size, num_kv_heads=num_kv_heads)
+    assert rank_bytes(piece(kind), (rows, 16), 4, size=size, num_kv_heads=num_kv_heads) == part.nbytes
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama3"])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
