@@ -26,6 +26,7 @@ class MeterEvaluation:
     """The metrics of a meter on a data set, and the points behind its plots."""
 
     metrics: Mapping[str, float]
+    forecasts: tuple[Forecast, ...] = ()  # one for each example
     completion: tuple[tuple[float, bool], ...] = ()  # (forecast probability, what happened)
     tokens_to_go: tuple[tuple[float, float], ...] = ()  # (forecast, recorded), both of completion
     signal: tuple[tuple[float, float], ...] = ()  # (action tokens n_k, Delta_k)
@@ -49,6 +50,7 @@ def evaluate_examples(
     pairs = list(zip(forecasts, labels, strict=True))
     return MeterEvaluation(
         metrics=metrics,
+        forecasts=tuple(forecasts),
         completion=tuple((f.completion_prob, label.completion) for f, label in pairs if f.is_valid),
         tokens_to_go=tuple(
             (f.tokens_to_go, float(label.tokens_to_go))

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatrl.config.engines import HFModel
 from megatrl.config.environments import MeterPromptsConfig
 from megatrl.config.loaded import LoadedRecipe
 from megatrl.config.recipe import EvaluationConfig, ModelStart, Recipe, SFTStart
-from megatrl.data.meter_labels import MeterLabels, Split
+from megatrl.data.meter_labels import LabeledState, MeterLabels, Split
 from megatrl.errors import ConfigError, ScoringError
 from megatrl.meter.evaluation import MeterEvaluation
 from megatrl.meter.frozen import MANIFEST_NAME, FrozenMeter, freeze_meter, load_frozen_meter
@@ -64,7 +64,8 @@ def sft(loaded: LoadedRecipe, *, run_id: str | None = None) -> Path:
                 meter = frozen_copy_meter(actor, labels, microbatch_tokens=budget)
                 evaluation = evaluate_meter(meter, labels.validation)
                 about = {"meter": str(run_dir), "labels": labels.content_hash, "split": "validation"}
-                _write_evaluation(run_dir / _EVALUATION, evaluation, {**about, "readout": "candidates"})
+                about["readout"] = "candidates"
+                _write_evaluation(run_dir / _EVALUATION, evaluation, labels.validation, about)
         _write_json(run_dir / "sft.json", dataclasses.asdict(report))
         _write_origin(run_dir, "sft", recipe, labels, model)
     return run_dir
@@ -165,22 +166,30 @@ def evaluate(
     examples = labels.examples(split)
     if not examples:
         raise ScoringError(f"{labels_directory} has no {split} examples; label with a --validation-fraction above 0")
-    weights = source if (source / MANIFEST_NAME).is_file() else _origin(source)[1]
-    if (source / MANIFEST_NAME).is_file():
-        frozen = load_frozen_meter(source)
-        _refuse_other_tokenizer(labels, own_renderer(frozen).fingerprint, f"the meter {source}")
-        labels = dataclasses.replace(
-            labels,
-            prompt=frozen.prompt,
-            failure_cost=frozen.failure_cost,
-            failure_costs=frozen.failure_costs,
-            max_sequence_tokens=labels.max_history_tokens + frozen.prompt.num_extra_tokens,
-        )
-    with _logging(out), _opened(weights, labels, engines, readout, out / "logs") as meter:
+    weights, labels = meter_with_labels(source, labels)
+    with _logging(out), opened_meter(weights, labels, engines, readout, out / "logs") as meter:
         evaluation = evaluate_meter(meter, examples)
     about = {"meter": str(source), "labels": labels.content_hash, "split": split, "readout": readout}
-    _write_evaluation(out, evaluation, about)
+    _write_evaluation(out, evaluation, examples, about)
     return evaluation
+
+
+def meter_with_labels(source: Path, labels: MeterLabels) -> tuple[Path, MeterLabels]:
+    """Where a meter's weights lie, and the labels as it is asked about them: a frozen one has a prompt of its own.
+
+    Raises ScoringError where there is no meter, or its tokenizer is not that of the labels.
+    """
+    if not (source / MANIFEST_NAME).is_file():
+        return _origin(source)[1], labels
+    frozen = load_frozen_meter(source)
+    _refuse_other_tokenizer(labels, own_renderer(frozen).fingerprint, f"the meter {source}")
+    return source, dataclasses.replace(
+        labels,
+        prompt=frozen.prompt,
+        failure_cost=frozen.failure_cost,
+        failure_costs=frozen.failure_costs,
+        max_sequence_tokens=labels.max_history_tokens + frozen.prompt.num_extra_tokens,
+    )
 
 
 def evaluation_directory(source: Path) -> Path:
@@ -189,8 +198,22 @@ def evaluation_directory(source: Path) -> Path:
     return source / _EVALUATION if is_run else source.with_name(f"{source.name}-{_EVALUATION}")
 
 
-def _write_evaluation(out: Path, evaluation: MeterEvaluation, about: Mapping[str, Any]) -> None:
+def _write_evaluation(
+    out: Path, evaluation: MeterEvaluation, examples: Sequence[LabeledState], about: Mapping[str, Any]
+) -> None:
+    """evaluation.json, forecasts.jsonl with one line for each example, and three plots."""
     metrics = dict(evaluation.metrics)
+    rows = (
+        {
+            "trajectory": str(example.trajectory.id),
+            "turn": example.state.turn_index,
+            "cut": example.cut,
+            "label": dataclasses.asdict(example.label),
+            "forecast": dataclasses.asdict(forecast),
+        }
+        for example, forecast in zip(examples, evaluation.forecasts, strict=True)
+    )
+    replace_text(out / "forecasts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     plot_calibration(evaluation.completion, out / "calibration.png")
     plot_tokens_to_go(evaluation.tokens_to_go, out / "tokens_to_go.png")
     correlation = metrics.get("signal_length_correlation")
@@ -199,7 +222,7 @@ def _write_evaluation(out: Path, evaluation: MeterEvaluation, about: Mapping[str
 
 
 @contextlib.contextmanager
-def _opened(
+def opened_meter(
     weights: Path, labels: MeterLabels, engines: Recipe, readout: ReadoutKind, logs: Path
 ) -> Iterator[GroupMeter]:
     """The meter on the actor's ranks, or on one server of its own."""

@@ -89,7 +89,7 @@ def test_nothing_usable_and_files_that_are_none_are_errors(tmp_path):
     (tmp_path / "text").write_text("{}")
     with pytest.raises(ScoringError, match="cannot be read"):
         read_collection(tmp_path / "text")
-    with gzip.open(tmp_path / "other.gz", "wb") as file:
+    with gzip.GzipFile(tmp_path / "other.gz", "wb") as file:
         file.write(b'{"kind": "other"}\n')
     with pytest.raises(ScoringError, match="no meter collection"):
         read_collection(tmp_path / "other.gz")

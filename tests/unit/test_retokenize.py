@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Literal
 
 import pytest
 
@@ -32,7 +33,7 @@ WORDS = [
 ]
 
 
-def renderer(words, tool_format="react") -> Renderer:
+def renderer(words, tool_format: Literal["qwen", "react"] = "react") -> Renderer:
     return Renderer(word_tokenizer(words), len(set(words)) + 4, "chatml", tool_format)
 
 
