@@ -173,7 +173,9 @@ class ServerPool:
         return dead
 
     def stop(self) -> None:
-        """End all servers, side by side; one that cannot be ended in order is logged."""
+        """End all servers, side by side; one that cannot be ended in order is logged. Idempotent."""
+        if not self._members:
+            return
         for member, error in zip(self._members, self._threads.map(_stop, self._members), strict=True):
             if error:
                 logger.warning("stopping %s: %s", member.process.name, error)

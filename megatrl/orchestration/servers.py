@@ -51,18 +51,22 @@ class RemoteServer:
         self._timeout_s = timeout_s
         self._host = WorkerGroup(name, [], timeout_s)
         self._is_over = False
+        self._is_ready = False
         self._lock = threading.Lock()  # a launch in a thread of the pool must not outrun the end of the run
 
     def launch(self) -> None:
         with self._lock:
             if self._is_over:
                 raise RolloutError(f"{self.name} is not started again: the run has ended")
+            self._is_ready = False
             self._host.stop()
             self._host = self._start_host()
             self._host.call("start")
 
     def wait_ready(self) -> str:
-        return self._host.call("wait_ready", timeout_s=self._timeout_s)[0]
+        url = self._host.call("wait_ready", timeout_s=self._timeout_s)[0]
+        self._is_ready = True
+        return url
 
     def check(self) -> None:
         self._host.call("check", timeout_s=30)
@@ -71,7 +75,8 @@ class RemoteServer:
         with self._lock:
             self._is_over = True
             try:
-                self._host.call("stop", timeout_s=30)
+                if self._is_ready:  # a host that still waits would not listen; the server ends with it anyway
+                    self._host.call("stop", timeout_s=30)
             finally:
                 self._host.stop()
 
