@@ -45,7 +45,7 @@ def _default_exchange(layout: Layout) -> dict[str, Any]:
     return {"virtual_pipeline_model_parallel_size": layout.virtual_pipeline}
 
 
-def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[str, float]:
+def _worker(case: Case, run: dict[str, Any], rank: int, port: int) -> ActorWorker:
     actor = ActorConfig(
         layout=LayoutConfig(**run["layout"]),
         precision="fp32",
@@ -58,7 +58,7 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
         router=RouterConfig(**run.get("router", {})),
         timeout_s=60.0,
     )
-    worker = ActorWorker(
+    return ActorWorker(
         WorkerSpec(
             rank=rank,
             world_size=actor.layout.world_size,
@@ -70,6 +70,10 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
             num_steps=5,
         )
     )
+
+
+def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[str, float]:
+    worker = _worker(case, run, rank, port)
     batch = pack(
         case.samples,
         num_data_ranks=worker.layout.data,

@@ -121,6 +121,12 @@ REFUSED = {
         ("actor.layout.world_size=2 actor.layout.tensor=2", "sequence_parallel: true"),
         ("actor.layout.sequence_parallel=true", "needs layout.tensor > 1"),
         ("actor.layout.world_size=3 actor.layout.pipeline=3", "num_layers=2"),
+        ("actor.layout.world_size=2 actor.layout.context=4", "layout.context=4 (set) = 4"),
+        (
+            "actor.layout.world_size=2 actor.layout.pipeline=2 actor.layout.virtual_pipeline=2",
+            "a stage of 1 layers does not divide into 2 chunks",
+        ),
+        ("actor.layout.last_stage_layers=1", "one stage holds all layers"),
         ("actor.layout.world_size=2 actor.layout.expert=2 model.family=qwen3", "has no experts"),
     ],
     "check_context_fits_model": [

@@ -23,8 +23,9 @@ def hf_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_fuse_cut_join_unfuse_is_the_identity(family: Family, num_ranks: int) -> None:
-    shape = shape_of(family)
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])  # fewer than ranks, too
+def test_fuse_cut_join_unfuse_is_the_identity(family: Family, num_ranks: int, num_kv_heads: int) -> None:
+    shape = replace(shape_of(family), num_kv_heads=num_kv_heads)
     weights = hf_weights(shape)
     padded = -(-VOCAB_SIZE // num_ranks) * num_ranks
     for rule in weight_rules(shape):
@@ -46,6 +47,23 @@ def test_qkv_rows_of_a_tensor_rank_are_its_groups_queries_key_and_value() -> Non
     full = fuse(rule, marked, shape, padded_vocab=VOCAB_SIZE)
     second_of_two = cut(rule, full, num_ranks=2, rank=1)[:, 0].tolist()
     assert second_of_two == [8, 9, 10, 11, 104, 105, 204, 205, 12, 13, 14, 15, 106, 107, 206, 207]
+
+
+def test_tensor_ranks_that_share_a_kv_head_have_consecutive_rows_of_its_queries_key_and_value() -> None:
+    shape = replace(shape_of("qwen3"), num_kv_heads=2)  # 8 heads, 2 groups, head_dim 2: 12 rows for each group
+    rule = next(r for r in weight_rules(shape) if r.fusion == "qkv")
+    marked = [
+        torch.arange(rows).float()[:, None].expand(rows, 16) + start
+        for rows, start in ((16, 0), (4, 100), (4, 200))  # q, k, v rows numbered
+    ]
+    full = fuse(rule, marked, shape, padded_vocab=VOCAB_SIZE)
+    parts = [cut(rule, full, num_ranks=4, rank=rank)[:, 0].tolist() for rank in range(4)]
+    assert parts == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 100, 101, 200, 201],
+        [8, 9, 10, 11, 12, 13],
+        [14, 15, 102, 103, 202, 203],
+    ]
 
 
 def test_gate_and_up_are_each_cut() -> None:
