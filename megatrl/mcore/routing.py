@@ -48,7 +48,7 @@ class Routing:
     """What the routers of one pack have to know about this rank's rows."""
 
     is_real_R: Tensor  # False for padding
-    experts_RLK: Tensor | None = None  # recorded choices, int8 or int16; -1 routes freely
+    experts_LRK: Tensor | None = None  # recorded choices in host memory, int8 or int16; -1 routes freely
     sequence_R: Tensor | None = None  # int64 index of each row's sequence; S for padding
     length_S: Tensor | None = None  # float tokens of each sequence
     balance: BalanceTerms | None = None
@@ -79,7 +79,7 @@ def replayed(experts: ExpertArray | None, cu_seqlens: IntArray, layout: Layout, 
     rows_R = local_rows(cu_seqlens, layout)
     return Routing(
         is_real_R=torch.from_numpy(rows_R != PADDING).to(layout.torch_device),
-        experts_RLK=_local_experts(experts, rows_R, layout, shape),
+        experts_LRK=_local_experts(experts, rows_R, shape),
     )
 
 
@@ -135,11 +135,11 @@ def _microbatch_routing(
     lengths_S = np.diff(microbatch.cu_seqlens)
     is_real_R = (rows_R != PADDING) & (microbatch.sample_indices != (-1,))  # a filler's token is padding, too
     sequences = np.append(np.repeat(np.arange(len(lengths_S)), lengths_S), len(lengths_S))
-    experts = _local_experts(recorded_experts(microbatch), rows_R, layout, shape) if router.replay else None
+    experts = _local_experts(recorded_experts(microbatch), rows_R, shape) if router.replay else None
     device = layout.torch_device
     return Routing(
         is_real_R=torch.from_numpy(is_real_R).to(device),
-        experts_RLK=experts,
+        experts_LRK=experts,
         sequence_R=torch.from_numpy(np.where(is_real_R, sequences[rows_R], len(lengths_S))).to(device),
         length_S=torch.from_numpy(lengths_S).float().to(device),
         balance=terms,
@@ -166,7 +166,8 @@ def _balance_terms(minibatch: Minibatch, layout: Layout, shape: ModelShape, rout
     )
 
 
-def _local_experts(experts: ExpertArray, rows_R: IntArray, layout: Layout, shape: ModelShape) -> Tensor:
+def _local_experts(experts: ExpertArray, rows_R: IntArray, shape: ModelShape) -> Tensor:
+    """Returns this rank's rows, layer by layer; a layer's share moves to the device when the layer runs."""
     if experts.shape[1:] != (shape.num_layers, shape.num_experts_per_token):
         raise TrajectoryError(
             f"recorded choices are of {experts.shape[1]} layers x {experts.shape[2]} experts, the model has "
@@ -178,7 +179,7 @@ def _local_experts(experts: ExpertArray, rows_R: IntArray, layout: Layout, shape
         )
     local = np.full((len(rows_R), *experts.shape[1:]), PADDING, dtype=experts.dtype)
     local[rows_R != PADDING] = experts[rows_R[rows_R != PADDING]]
-    return torch.from_numpy(local).to(layout.torch_device)
+    return torch.from_numpy(local).transpose(0, 1).contiguous()
 
 
 class PackedRouter(TopKRouter):
@@ -232,7 +233,7 @@ class PackedRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Counts real rows for the bias, in passes with gradients that choose for themselves."""
         now = self.routing_now
-        if not self.enable_expert_bias or not torch.is_grad_enabled() or (now and now.experts_RLK is not None):
+        if not self.enable_expert_bias or not torch.is_grad_enabled() or (now and now.experts_LRK is not None):
             return
         with torch.no_grad():
             chosen = routing_map if now is None else routing_map & now.is_real_R[:, None]
@@ -250,9 +251,9 @@ class _Replay:
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids [R, K] of the recorded experts; gradients reach the scores through both."""
         now = self._router.routing_now
-        if now is None or now.experts_RLK is None:
+        if now is None or now.experts_LRK is None:
             return choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        recorded_RK = now.experts_RLK[:, self._router.layer_index].long()
+        recorded_RK = now.experts_LRK[self._router.layer_index].to(scores.device).long()
         free_RK = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
         ids_RK = torch.where(recorded_RK >= 0, recorded_RK, free_RK)
         return scores.gather(1, ids_RK), ids_RK
