@@ -174,8 +174,20 @@ def saved_bytes(
     )  # fmt: skip
     in_flight = chunks_in_flight(degrees, stage, num_microbatches)
     largest_chunk = max(len(chunk) for chunk in degrees.chunks[stage])
-    handed_on = tokens.cut * shape.hidden_size * ITEM_BYTES[precision] if degrees.pipeline > 1 else 0
-    return in_flight * (largest_chunk * layer + handed_on) + -(-in_flight // degrees.virtual) * ends
+    return in_flight * largest_chunk * layer + -(-in_flight // degrees.virtual) * ends
+
+
+def handed_on_bytes(
+    shape: ModelShape, degrees: Degrees, precision: Precision, tokens: PassTokens, *, stage: int, num_microbatches: int
+) -> int:
+    """Returns what the schedule itself keeps of the passes in flight: inputs of the stage, and its outputs.
+
+    In fp32 an input is what the first norm keeps anyway; in bf16 the norm keeps a copy.
+    """
+    if degrees.pipeline == 1:
+        return 0
+    hidden = tokens.cut * shape.hidden_size * ITEM_BYTES[precision]
+    return chunks_in_flight(degrees, stage, num_microbatches) * hidden * (2 if precision == "bf16" else 1)
 
 
 def working_bytes(

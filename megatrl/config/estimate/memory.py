@@ -7,6 +7,7 @@ from typing import Literal
 from megatrl.config.estimate.activations import (
     Kernels,
     PassTokens,
+    handed_on_bytes,
     layer_bytes,
     pass_tokens,
     saved_bytes,
@@ -117,6 +118,7 @@ def _actor_phases(
     kernels: Kernels = "local" if actor.device == "cpu" else "fused"
     tokens = pass_tokens(shape, degrees, workload.microbatch_tokens, workload.longest)
     states = _states(recipe, shape, degrees, stage)
+    passes = workload.microbatches(degrees.data)
     is_last = stage == degrees.pipeline - 1
     idle = {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer}
     meter = sum(rank_parameters(shape, degrees, stage)) * ITEM_BYTES[actor.precision] if workload.has_meter else 0
@@ -127,10 +129,10 @@ def _actor_phases(
     idle["scorer"] = meter
     rows = min(tokens.whole, max(1, int(workload.microbatch_tokens * min(1.0, workload.action_share))))
     learn, score = dict(idle), dict(idle)
-    learn["activations"] = saved_bytes(
-        shape, degrees, actor.precision, tokens, kernels=kernels, recompute=actor.recompute, stage=stage,
-        num_microbatches=workload.microbatches(degrees.data),
-    ) + working_bytes(shape, degrees, actor.precision, tokens, kernels=kernels, recompute=actor.recompute)  # fmt: skip
+    pack = (shape, degrees, actor.precision, tokens)
+    held = saved_bytes(*pack, kernels=kernels, recompute=actor.recompute, stage=stage, num_microbatches=passes)
+    held += handed_on_bytes(*pack, stage=stage, num_microbatches=passes)
+    learn["activations"] = held + working_bytes(*pack, kernels=kernels, recompute=actor.recompute)
     score["activations"] = forward_bytes(shape, degrees, recipe, tokens, kernels)
     score["scorer"] = meter + swap
     if is_last:
