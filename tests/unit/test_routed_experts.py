@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from megatrl.batching.flatten import flatten_groups
 from megatrl.batching.packing import attach_old_logprobs, pack
 from megatrl.config.credit import LossConfig, RewardConfig
-from megatrl.config.engines import RolloutConfig, TinyModel
+from megatrl.config.engines import RolloutConfig, ServerConfig, TinyModel
 from megatrl.config.model_shape import tiny_model_shape
 from megatrl.data.messages import Message
 from megatrl.data.routed_experts import RoutedExperts
@@ -29,6 +30,7 @@ from megatrl.rollout.client import SGLangSampler
 from megatrl.rollout.episode import play_episode
 from megatrl.rollout.replies import read_reply, request_body
 from megatrl.rollout.sampler import Sample, SampleRequest
+from megatrl.rollout.server import ServerSpec, server_arguments
 from tests.fakes.episodes import ScriptedEnvironment, ScriptedReplies, tool_result
 from tests.fakes.recorded_groups import make_group
 from tests.fakes.sglang_stub import SGLangStub, good_reply
@@ -81,6 +83,13 @@ def test_request_asks_for_choices_only_where_they_are_recorded() -> None:
     assert "return_routed_experts" not in json.loads(request_body(REQUEST, "r"))
     body = json.loads(request_body(dataclasses.replace(REQUEST, first_routed=4), "r", record_routing=True))
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 4)
+
+
+def test_a_server_records_only_where_its_spec_says_so() -> None:
+    plain = ServerSpec(model_path="/m", config=ServerConfig(device="cpu"), log_path=Path("log"))
+    assert "enable_return_routed_experts" not in server_arguments(plain, 1)
+    recording = server_arguments(dataclasses.replace(plain, record_routing=True), 1)
+    assert recording["enable_return_routed_experts"] is True
 
 
 def test_a_reply_brings_a_row_for_each_token_but_the_last() -> None:
