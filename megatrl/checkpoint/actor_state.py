@@ -84,8 +84,16 @@ class ActorSave:
 
     def _failed(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"rank {self._rank} did not write the actor's state to {self._directory}: {type(error).__name__}: {error}"
+            f"rank {self._rank} did not write the actor's state to {self._directory}: {_reason(error)}"
         )
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch's own text is a traceback for each rank that failed, and none on the ranks that did not."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    failed = [f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items()]
+    return "; ".join(failed) or "another rank failed"
 
 
 def save_actor_state(actor: ActorWorker, directory: Path, *, timeout_s: float = 600.0) -> None:

@@ -41,15 +41,16 @@ def find_damage(shards: Path, *, save_id: str, num_ranks: int, has_moments: bool
     ids = {index.fqn: info for index, info in entries.items() if index.fqn.startswith(f"{_SAVE_ID}/")}
     if len(ids) != num_ranks:
         return [f"the index names {len(ids)} ranks, the save was made by {num_ranks}"]
-    if has_moments and not any(index.fqn.startswith(_OPTIMIZER) for index in entries):
-        return ["it has weights but no optimizer moments; start a new run from the weights with model.path"]
     mine = sorted(ids)[share[0] :: share[1]]
     found = {ids[name].relative_path: _read(shards, ids[name]) for name in mine}
-    return [
+    problems = [
         f"{shards.name}/{file} belongs to another save ({other}, not {save_id})"
         for file, other in sorted(found.items())
         if other != save_id
     ]
+    if has_moments and not problems and not any(index.fqn.startswith(_OPTIMIZER) for index in entries):
+        return ["it has weights but no optimizer moments; start a new run from the weights with model.path"]
+    return problems
 
 
 def raise_damage(directory: Path, problems: list[str]) -> None:

@@ -26,6 +26,19 @@ def moe_case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(tmp_path_factory.mktemp("moe"), "qwen3_moe")
 
 
+DAMAGES = {
+    "no shard": "shards/__0_0.distcp is missing",
+    "cut shard": "shards/__0_0.distcp is cut at",
+    "cut index": "the index shards/.metadata is missing or not readable",
+    "other shards": "belongs to another save",
+    "other shard": "shards/__0_0.distcp belongs to another save",
+    "no generators": "rank-00000.pt (random generators) is missing",
+    "other generators": "rank-00000.pt belongs to another save",
+    "no description": "holds no actor state (actor.json is missing)",
+    "no moments": "it has weights but no optimizer moments",
+}
+
+
 def assert_resumes_exactly(result: dict[str, Any]) -> None:
     whole = result["uninterrupted"]
     assert len({entry["hash"] for entry in whole}) == 4, "every step has to move the weights"
@@ -55,9 +68,9 @@ def test_two_processes_resume_bitwise_and_change_between_tensor_and_pipeline(moe
     as_pipeline = {"tensor": 1, "pipeline": 2, "sequence_parallel": False}
     expert = {"world_size": 2, "expert": 2}
     runs = [
-        run_of(moe_case, tmp_path / "expert", expert, resharded={"one expert rank": {"expert": 1}}),
+        run_of(moe_case, tmp_path / "expert", expert, background=True, resharded={"one expert rank": {"expert": 1}}),
         run_of(moe_case, tmp_path / "tensor", tensor, resharded={"as pipeline": as_pipeline}),
-        run_of(moe_case, tmp_path / "pipeline", pipeline),
+        run_of(moe_case, tmp_path / "pipeline", pipeline, damaged=True),
     ]  # fmt: skip
     for directory in ("expert", "tensor", "pipeline"):
         (tmp_path / directory).mkdir()
@@ -66,6 +79,16 @@ def test_two_processes_resume_bitwise_and_change_between_tensor_and_pipeline(moe
         for result in results:
             assert_resumes_exactly(result)
             assert result["weights_only"][0]["hash"] != result["uninterrupted"][2]["hash"]
+        # One rank's disk fails or is late: all ranks say so, and none waits for another.
+        assert "were not written within 0.05 s" in results[0]["late"]
+        assert "did not write the actor's state" in results[0]["failed"]
+    assert "rank 0: Worker failure: [Errno 20] Not a directory" in ranks[0][0]["failed"]
+    assert ranks[1][0]["failed"].endswith("another rank failed")
+    for results in ranks:
+        for name, reason in DAMAGES.items():
+            assert results[2]["damaged"][name].startswith("DamagedCheckpointError"), results[2]["damaged"][name]
+            assert reason in results[2]["damaged"][name]
+            assert "AFTER CHANGING WEIGHTS" not in results[2]["damaged"][name]
         # Another layout sums in another order, so equal up to rounding.
         for result, name in ((results[0], "one expert rank"), (results[1], "as pipeline")):
             for resumed, wanted in zip(result[name], result["uninterrupted"][2:], strict=True):
