@@ -12,7 +12,7 @@ from megatrl.observability.progress import waiting
 
 logger = logging.getLogger(__name__)
 
-DEATH_NOTICE_S = 2.0
+DEATH_NOTICE_S = 5.0
 """A request fails at once when its server dies; the process that watches the server needs a moment to say why."""
 
 
