@@ -57,11 +57,12 @@ def layer_bytes(
 
 
 def ends_bytes(
-    shape: ModelShape, precision: Precision, tokens: PassTokens, *, is_first: bool, is_last: bool, kernels: Kernels,
-    recompute: Recompute,
+    shape: ModelShape, degrees: Degrees, precision: Precision, tokens: PassTokens, *, is_first: bool, is_last: bool,
+    kernels: Kernels, recompute: Recompute,
 ) -> int:  # fmt: skip
     """Returns what the first stage keeps for the embedding and the last one for the final norm."""
-    total = tokens.whole * _INT64 if is_first else 0
+    # Ids; under tensor parallelism also a mask of those that lie in other ranks' vocabulary.
+    total = tokens.whole * (_INT64 + (degrees.tensor > 1)) if is_first else 0
     if is_last:
         total += _norm(tokens.cut, shape.hidden_size, ITEM_BYTES[precision], kernels)
     if recompute == "full":
@@ -169,7 +170,7 @@ def saved_bytes(
     """Returns the activations that a rank of a stage keeps at the worst moment of the schedule."""
     layer = layer_bytes(shape, degrees, precision, tokens, kernels=kernels, recompute=recompute)
     ends = ends_bytes(
-        shape, precision, tokens, is_first=stage == 0, is_last=stage == degrees.pipeline - 1, kernels=kernels,
+        shape, degrees, precision, tokens, is_first=stage == 0, is_last=stage == degrees.pipeline - 1, kernels=kernels,
         recompute=recompute,
     )  # fmt: skip
     in_flight = chunks_in_flight(degrees, stage, num_microbatches)
