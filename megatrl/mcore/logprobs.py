@@ -92,7 +92,9 @@ def _chunk_logprobs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits_UV = (hidden_UH @ weight_VH.t()).float() / temperature
+    logits_UV = (hidden_UH @ weight_VH.t()).float()
+    if temperature != 1.0:
+        logits_UV = logits_UV.div_(temperature)  # in place: every pass over the block costs as much as a layer's norm
     first = tensor_group().rank() * weight_VH.shape[0]
     num_valid = min(max(model.shape.vocab_size - first, 0), weight_VH.shape[0])
     if num_valid < weight_VH.shape[0]:
@@ -126,33 +128,32 @@ class VocabParallelLogprobs(torch.autograd.Function):
     """log p of chosen (row, target) pairs and entropies H = -sum p log p, with exact fp32 gradients.
 
     d logp_n / d logit_uv = 1[u = u_n] (1[v = target_n] - p_uv); d H_u / d logit_uv = -p_uv (log p_uv + H_u).
-    Megatron's fused cross entropy casts its gradient to bf16 and is not used.
+    Megatron's fused cross entropy casts its gradient to bf16 and is not used. One block [U, V] is kept for the backward
+    pass, unnormalised, and becomes the gradient in place; a second backward pass over it is refused by autograd.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_UV: Tensor, index_N: Tensor, targets_N: Tensor, with_entropy: bool) -> Any:
         """`targets_N` count from this rank's first vocabulary row; those of other ranks fall outside."""
         group = tensor_group()
-        peak_U = logits_UV.max(dim=-1).values
+        peak_U = logits_UV.amax(dim=-1)
         dist.all_reduce(peak_U, op=dist.ReduceOp.MAX, group=group)
-        weights_UV = (logits_UV - peak_U[:, None]).exp()
+        weights_UV = (logits_UV - peak_U[:, None]).exp_()
         sums_U = weights_UV.sum(dim=-1)
         dist.all_reduce(sums_U, group=group)
         log_normalizer_U = peak_U + sums_U.log()
-        probs_UV = weights_UV.div_(sums_U[:, None])
         is_mine_N = (targets_N >= 0) & (targets_N < logits_UV.shape[1])
         local_N = targets_N.clamp(0, logits_UV.shape[1] - 1)
         chosen_N = torch.where(is_mine_N, logits_UV[index_N, local_N], 0.0)
         dist.all_reduce(chosen_N, group=group)
+        saved = [weights_UV, sums_U, index_N, local_N, is_mine_N]
+        entropy_U = torch.zeros_like(log_normalizer_U)
         if with_entropy:
-            mean_logit_U = (probs_UV * logits_UV).sum(dim=-1)
+            mean_logit_U = torch.linalg.vecdot(weights_UV, logits_UV) / sums_U
             dist.all_reduce(mean_logit_U, group=group)
             entropy_U = log_normalizer_U - mean_logit_U
-            log_probs_UV = logits_UV - log_normalizer_U[:, None]
-            ctx.save_for_backward(probs_UV, index_N, local_N, is_mine_N, log_probs_UV, entropy_U)
-        else:
-            entropy_U = torch.zeros_like(log_normalizer_U)
-            ctx.save_for_backward(probs_UV, index_N, local_N, is_mine_N)
+            saved += [logits_UV, mean_logit_U]
+        ctx.save_for_backward(*saved)
         ctx.with_entropy = with_entropy
         return chosen_N - log_normalizer_U[index_N], entropy_U[index_N]
 
@@ -160,12 +161,15 @@ class VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         logprob_gradient_N, entropy_gradient_N = gradients
         saved = ctx.saved_tensors  # read once: a checkpointed chunk unpacks each tensor only once
-        probs_UV, index_N, local_N, is_mine_N = saved[:4]
-        row_gradient_U = probs_UV.new_zeros(probs_UV.shape[0]).index_add_(0, index_N, logprob_gradient_N)
-        gradient_UV = -probs_UV * row_gradient_U[:, None]
-        gradient_UV.index_put_((index_N, local_N), torch.where(is_mine_N, logprob_gradient_N, 0.0), accumulate=True)
+        weights_UV, sums_U, index_N, local_N, is_mine_N = saved[:5]
+        factor_U = torch.zeros_like(sums_U).index_add_(0, index_N, logprob_gradient_N)
         if ctx.with_entropy:
-            log_probs_UV, entropy_U = saved[4:]
-            row_gradient_U = torch.zeros_like(entropy_U).index_add_(0, index_N, entropy_gradient_N)
-            gradient_UV -= probs_UV * (log_probs_UV + entropy_U[:, None]) * row_gradient_U[:, None]
+            logits_UV, mean_logit_U = saved[5:]
+            row_gradient_U = torch.zeros_like(sums_U).index_add_(0, index_N, entropy_gradient_N)
+            # log p + H = logit - mean logit; times the weight first, which is 0 where the logit is padding
+            entropy_part_UV = (logits_UV - mean_logit_U[:, None]).mul_(weights_UV).mul_(row_gradient_U[:, None])
+            gradient_UV = weights_UV.mul_(factor_U[:, None]).add_(entropy_part_UV).div_(-sums_U[:, None])
+        else:
+            gradient_UV = weights_UV.mul_((-factor_U / sums_U)[:, None])
+        gradient_UV.index_put_((index_N, local_N), torch.where(is_mine_N, logprob_gradient_N, 0.0), accumulate=True)
         return gradient_UV, None, None, None

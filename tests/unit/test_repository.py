@@ -12,7 +12,7 @@ PACKAGE = ROOT / "megatrl"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|misc|managers?)(_|$)")
-FOLDERS = ("megatrl", "tests", "tools", "recipes", "docs", "slurm", ".ci")
+FOLDERS = ("megatrl", "tests", "tools", "benchmarks", "recipes", "docs", "slurm", ".ci")
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt", ".sbatch", ".j2", ".json", ""}
 # Places that exist on the machine of one developer only; a path in a home or work directory leaks where it was written.
 LEAKED_PATH = re.compile(r"(?<![\w.$}/<-])/(?:work|home|root|Users|mnt|data|scratch)/[\w.-]+")
@@ -38,14 +38,16 @@ def relative(path: Path) -> str:
 
 
 def test_no_file_is_longer_than_400_lines():
-    lengths = {relative(p): len(p.read_text().splitlines()) for p in python_files("megatrl", "tests", "tools")}
+    lengths = {
+        relative(p): len(p.read_text().splitlines()) for p in python_files("megatrl", "tests", "tools", "benchmarks")
+    }
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
 def test_no_function_is_longer_than_60_lines():
     lengths = {
         f"{relative(path)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in python_files("megatrl", "tests", "tools")
+        for path in python_files("megatrl", "tests", "tools", "benchmarks")
         for node in functions(path)
     }
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
@@ -80,7 +82,7 @@ def test_only_the_command_line_prints():
 def test_no_except_catches_everything_without_a_name():
     bare = [
         f"{relative(path)}:{node.lineno}"
-        for path in python_files("megatrl", "tests", "tools")
+        for path in python_files("megatrl", "tests", "tools", "benchmarks")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
@@ -110,7 +112,7 @@ def test_no_file_names_a_path_of_one_machine():
 def test_every_module_of_the_package_says_what_it_holds():
     silent = [
         relative(path)
-        for path in python_files("megatrl", "tools")
+        for path in python_files("megatrl", "tools", "benchmarks")
         if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
@@ -119,7 +121,7 @@ def test_every_module_of_the_package_says_what_it_holds():
 def test_a_todo_names_an_issue():
     todos = [
         f"{relative(path)}:{number}"
-        for path in python_files("megatrl", "tests", "tools")
+        for path in python_files("megatrl", "tests", "tools", "benchmarks")
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if re.search(r"#\s*(TODO|FIXME|XXX)(?!\(#\d+\))", line)
     ]
