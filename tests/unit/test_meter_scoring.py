@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("ray")
+pytest.importorskip("megatron.core")
 
 from megatrl.checkpoint.tiny_model import make_tiny
 from megatrl.config.credit import DeltaTTGCredit, GroupStatisticsConfig
@@ -15,16 +17,13 @@ from megatrl.config.recipe import Recipe
 from megatrl.errors import ScoringError
 from megatrl.meter.frozen import FrozenMeter, freeze_meter
 from megatrl.meter.prompt import build_meter_prompt, meter_text
+from megatrl.orchestration.meter_scoring import meter_view, open_meter, own_renderer
 from megatrl.orchestration.scorers import NullProbe, NullReference, Scorers
 from megatrl.rendering.renderer import load_renderer
 from megatrl.rendering.retokenize import Retokenizer
 from megatrl.scoring.independent import IndependentBackend
 from megatrl.scoring.meter import CandidateMeter
 from tests.fakes.frozen_models import PrefixRunner, make_group, make_trajectory
-
-for engine in ("ray", "megatron.core"):
-    pytest.importorskip(engine)
-from megatrl.orchestration.meter_scoring import meter_view, open_meter, own_renderer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "evidence_hunt.yaml"
 
