@@ -243,3 +243,14 @@ def check_model_files(recipe: Recipe) -> Iterator[Problem]:
             message="no such directory",
             remedy="name a meter that an earlier run has written, or set meter.kind: trained",
         )
+
+
+def check_scoring_backend(recipe: Recipe) -> Iterator[Problem]:
+    """A forest of sequences cannot be cut over context ranks."""
+    context = recipe.actor.layout.context
+    if recipe.scoring.backend == "tree" and context > 1:
+        yield Problem(
+            paths=("scoring.backend", "actor.layout.context"),
+            message=f"the tree backend does not run under context parallelism ({context})",
+            remedy="set scoring.backend: independent",
+        )

@@ -14,6 +14,7 @@ from megatrl.config.credit import (
 )
 from megatrl.config.engines import ActorConfig, ModelConfig, OptimizerConfig, PublishConfig, RolloutConfig
 from megatrl.config.environments import EnvConfig
+from megatrl.config.scoring import ScoringConfig
 from megatrl.config.section import Section
 
 
@@ -153,6 +154,7 @@ class Recipe(Section):
     selection: SelectionConfig = SelectionConfig()
     credit: CreditConfig = NoCredit()
     meter: MeterConfig = NoMeter()
+    scoring: ScoringConfig = ScoringConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,4 +1,4 @@
-"""PackedQueries: which next-token log-probabilities to read from packed token sequences."""
+"""PackedQueries: which next-token log-probabilities to read from packed token sequences, or from a forest of them."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,17 @@ class PackedQueries:
     Row r is a position in the packed tokens; it predicts the token *after* position r of the same
     sequence. Question i asks for log p(targets[i] | the sequence's tokens up to and including
     rows[i]). Several questions may share a row, and a row may be a sequence's last token.
+
+    With `parents` the sequences are the nodes of a forest: node s continues the first `prefix_lengths[s]`
+    tokens of its parent's path (the parent's own prefix and tokens) and sees nothing else of the pack.
     """
 
     tokens: IntArray  # [T]
     cu_seqlens: IntArray  # [S+1], starts at 0, ends at T
     rows: IntArray  # [Q], 0 <= row < T
     targets: IntArray  # [Q], token ids
+    parents: IntArray | None = None  # [S], an earlier node, or -1 where a sequence begins at position 0
+    prefix_lengths: IntArray | None = None  # [S], 1 <= length <= the parent's path; 0 without a parent
     routed_experts: ExpertArray | None = None
     """[T, layers, top-k] choices to replay; None, as for every frozen model, lets the routers choose."""
 
@@ -38,6 +43,25 @@ class PackedQueries:
         if len(self.rows) and not (int(self.rows.min()) >= 0 and int(self.rows.max()) < length):
             raise ScoringError(f"rows must lie in [0, {length}), got {int(self.rows.min())}..{int(self.rows.max())}")
 
+        if self.is_forest:
+            self._check_forest()
+
     @property
     def num_questions(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_forest(self) -> bool:
+        return self.parents is not None
+
+    def _check_forest(self) -> None:
+        parents, prefixes, sizes = self.parents, self.prefix_lengths, np.diff(self.cu_seqlens)
+        if parents is None or prefixes is None or parents.shape != sizes.shape or prefixes.shape != sizes.shape:
+            raise ScoringError(f"a forest of {len(sizes)} nodes needs that many parents and prefix_lengths")
+        for node, (parent, prefix) in enumerate(zip(parents.tolist(), prefixes.tolist(), strict=True)):
+            longest = int(prefixes[parent] + sizes[parent]) if 0 <= parent < node else 0
+            if not (parent == -1 and prefix == 0) and not (0 <= parent < node and 1 <= prefix <= longest):
+                raise ScoringError(
+                    f"node {node} continues {prefix} tokens of node {parent}; a parent comes earlier and has them, or "
+                    "both say that there is none (-1 and 0)"
+                )

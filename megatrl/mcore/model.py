@@ -20,6 +20,7 @@ from megatrl.config.model_shape import ModelShape
 from megatrl.config.pipeline import Chunks
 from megatrl.errors import LayoutError
 from megatrl.mcore.attention import PackedCausalAttention
+from megatrl.mcore.forest import ForestSequences, forest_capable
 from megatrl.mcore.layout import Layout
 from megatrl.mcore.norm import RMSNorm
 from megatrl.mcore.routing import PackedRouter, attach_routing, needs_rows
@@ -43,6 +44,15 @@ class CausalModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+    def _preprocess(self, *arguments: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+        """The rows of a forest have the rotary positions of their own paths."""
+        outputs = super()._preprocess(*arguments, packed_seq_params=packed_seq_params, **options)
+        if not isinstance(packed_seq_params, ForestSequences):
+            return outputs
+        decoder_input, rotary, *rest = outputs
+        assert rotary is not None, "our models have rotary embeddings on every stage"
+        return (decoder_input, rotary.index_select(0, packed_seq_params.positions), *rest)
 
     def output_weight(self) -> Tensor:
         """Returns this tensor rank's rows of the output projection, [padded vocabulary / TP, hidden]."""
@@ -275,6 +285,8 @@ def _block_spec(
         attention.core_attention = PackedCausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = forest_capable(attention.core_attention)
     if shape.is_mixture and needs_rows(router):
         layer.submodules.mlp.submodules.router = PackedRouter
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

@@ -6,14 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatrl.config.model_shape import ModelShape
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import FloatArray
 from megatrl.errors import NonFiniteError, ScoringError
+from megatrl.mcore.forest import pack_forest
 from megatrl.mcore.groups import broadcast, pipeline_group
 from megatrl.mcore.layout import Layout, activate
 from megatrl.mcore.logprobs import pair_logprobs, sum_over_context
 from megatrl.mcore.model import CausalModel, shape_of
-from megatrl.mcore.packing import pack_tokens
+from megatrl.mcore.packing import PackedTokens, pack_tokens
 from megatrl.mcore.routing import replayed, with_routing
 from megatrl.mcore.schedule import forward_only
 
@@ -38,13 +40,7 @@ def target_logprobs(
     for query in queries:
         _check_ids(query, shape_of(models).vocab_size)
     shape = shape_of(models)
-    packs = [
-        with_routing(
-            pack_tokens(query.tokens, query.cu_seqlens, layout),
-            replayed(query.routed_experts, query.cu_seqlens, layout, shape),
-        )
-        for query in queries
-    ]
+    packs = [_pack(query, layout, shape) for query in queries]
 
     def read(model: CausalModel, hidden: Tensor, index: int) -> Tensor:
         places, rows = packs[index].owned(torch.from_numpy(queries[index].rows).to(hidden.device))
@@ -64,6 +60,13 @@ def target_logprobs(
     results = _split(flat.cpu().numpy(), queries)
     _require_finite(results)
     return results
+
+
+def _pack(query: PackedQueries, layout: Layout, shape: ModelShape) -> PackedTokens:
+    if query.is_forest:
+        return pack_forest(query, layout)
+    pack = pack_tokens(query.tokens, query.cu_seqlens, layout)
+    return with_routing(pack, replayed(query.routed_experts, query.cu_seqlens, layout, shape))
 
 
 def _split(flat: FloatArray, queries: Sequence[PackedQueries]) -> list[FloatArray]:

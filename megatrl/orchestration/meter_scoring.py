@@ -16,9 +16,9 @@ from megatrl.orchestration.meter_server import MeterServer
 from megatrl.rendering.renderer import Renderer, load_renderer
 from megatrl.rendering.retokenize import Retokenizer, TrajectoryView
 from megatrl.rollout.client import SGLangSampler
+from megatrl.scoring.backends import branch_backend
 from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
-from megatrl.scoring.independent import IndependentBackend
 from megatrl.scoring.meter import CandidateMeter
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ def open_meter(
     if readout == "candidates":
         identity = actor.load_meter(frozen.path)
         runner = actor.query_runner("meter")
-        backend = IndependentBackend(runner=runner, microbatch_tokens=recipe.batch.microbatch_tokens)
+        budget = recipe.batch.microbatch_tokens
+        backend = branch_backend(recipe.scoring.backend, runner=runner, microbatch_tokens=budget)
         return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=identity, close=lambda: None)
     server, renderer = MeterServer(recipe, frozen.path, log_dir), own_renderer(frozen)
     scorer = DecodeMeter(

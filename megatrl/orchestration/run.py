@@ -255,6 +255,7 @@ def make_scorers(
             max_sequence_tokens=read_model_shape(start).max_positions,
             policy_temperature=recipe.rollout.sampling.temperature,
             use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
+            backend=recipe.scoring.backend,
         )
     scorer: MeterScorer = NullMeter()
     close: Callable[[], None] = _nothing

@@ -15,13 +15,15 @@ from typing import Protocol
 import numpy as np
 
 from megatrl.algorithms.trace import best_alias_logprobs, mean_answer_logprob
+from megatrl.config.scoring import ScoringBackend
 from megatrl.data.samples import FloatArray
 from megatrl.data.scores import AnswerScore
 from megatrl.data.states import segment_tokens, trajectory_states
 from megatrl.data.trajectories import PromptGroup, Trajectory, TrajectoryId
 from megatrl.errors import ScoringError
-from megatrl.scoring.branches import Branch, BranchBackend, TrunkLogprobs, TrunkQuery, answer_branch, answer_logprobs
-from megatrl.scoring.independent import IndependentBackend, QueryRunner
+from megatrl.scoring.backends import branch_backend
+from megatrl.scoring.branches import Branch, TrunkLogprobs, TrunkQuery, answer_branch, answer_logprobs
+from megatrl.scoring.independent import QueryRunner
 
 MAX_CACHED_STATES = 100_000
 """Scores of first states kept over the run, oldest dropped first."""
@@ -64,14 +66,14 @@ class ReferenceProbe:
         max_sequence_tokens: int,
         use_aliases: bool = False,
         policy_temperature: float = 1.0,
-        backend: BranchBackend | None = None,
+        backend: ScoringBackend = "independent",
     ) -> None:
         self._codec = codec
         self._max_sequence_tokens = max_sequence_tokens
         self._use_aliases = use_aliases
-        self._backend = backend or IndependentBackend(runner=runner, microbatch_tokens=microbatch_tokens)
-        self._policy_backend = IndependentBackend(
-            runner=runner, microbatch_tokens=microbatch_tokens, temperature=policy_temperature
+        self._backend = branch_backend(backend, runner=runner, microbatch_tokens=microbatch_tokens)
+        self._policy_backend = branch_backend(
+            backend, runner=runner, microbatch_tokens=microbatch_tokens, temperature=policy_temperature
         )
         self._wrapper = codec.answer_wrapper()
         self._first_state_cache: dict[bytes, float] = {}

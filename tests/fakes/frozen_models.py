@@ -57,12 +57,23 @@ class PrefixRunner:
         ]
 
     def _answer(self, packed: PackedQueries, row: int, target: int) -> float:
-        start = int(packed.cu_seqlens[np.searchsorted(packed.cu_seqlens, row, side="right") - 1])
-        return self._logprob(tuple(packed.tokens[start : row + 1].tolist()), target)
+        return self._logprob(tuple(path_of(packed, row)), target)
 
     @property
     def num_sequences(self) -> int:
         return sum(len(q.cu_seqlens) - 1 for call in self.calls for q in call)
+
+
+def path_of(packed: PackedQueries, row: int) -> list[int]:
+    """Every token that a row sees, itself included: of its sequence, or along its path through a forest."""
+    node = int(np.searchsorted(packed.cu_seqlens, row, side="right")) - 1
+    start = int(packed.cu_seqlens[node])
+    own = packed.tokens[start : row + 1].tolist()
+    if packed.parents is None or packed.prefix_lengths is None or packed.parents[node] < 0:
+        return own
+    parent = int(packed.parents[node])
+    whole = path_of(packed, int(packed.cu_seqlens[parent + 1]) - 1)
+    return whole[: int(packed.prefix_lengths[node])] + own
 
 
 class TransformersRunner:

@@ -129,6 +129,9 @@ REFUSED = {
         ("actor.layout.last_stage_layers=1", "one stage holds all layers"),
         ("actor.layout.world_size=2 actor.layout.expert=2 model.family=qwen3", "has no experts"),
     ],
+    "check_scoring_backend": [
+        ("actor.layout.world_size=2 actor.layout.context=2", "does not run under context parallelism (2)"),
+    ],
     "check_context_fits_model": [
         ("rollout.context_tokens=20000", "the model has 16384 positions"),
         ("rollout.context_tokens=16377", "set it to at most 16376"),
