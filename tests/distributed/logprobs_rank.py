@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from tiny_models import write_tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +15,8 @@ from megatrl.config.engines import LayoutConfig
 from megatrl.config.model_shape import read_model_shape
 from megatrl.mcore import layout as layouts
 from megatrl.mcore.bridge import iter_hf_weights, load_hf_weights
-from megatrl.mcore.logprobs import pair_logprobs
+from megatrl.mcore.groups import tensor_group
+from megatrl.mcore.logprobs import VocabParallelLogprobs, pair_logprobs
 from megatrl.mcore.model import CausalModel, build_model, unwrap
 
 TEMPERATURE = 0.6
@@ -52,6 +55,8 @@ def main() -> None:
         models = build_model(shape, layout, precision="fp32")
         load_hf_weights(models, path)
         results.append(compare(unwrap(models[0]), hf, layout))
+        with torch.compiler.set_stance("force_eager"):  # Megatron's fused kernel; its arithmetic is the same
+            results[-1]["logit_gradients"] = logit_gradients()
         results[-1]["exported_rows"] = next(t for n, t in iter_hf_weights(models) if n == "lm_head.weight").shape[0]
         layouts.destroy()
     report(results)
@@ -99,6 +104,31 @@ def compare(model: CausalModel, hf: Any, layout: layouts.Layout) -> dict[str, An
     alone, nothing = pair_logprobs(model, mine, rows, targets, temperature=TEMPERATURE)
     result["without_entropy"] = [float((alone - expected[0]).abs().max()), nothing is None]
     return result
+
+
+def logit_gradients() -> dict[str, float]:
+    """How far d logp / d logits of this rank's vocabulary is from float64, relative: ours and Megatron's."""
+    group = tensor_group()
+    rows, columns = 8, 16
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(rows, columns * group.size(), generator=generator)
+    targets = torch.randint(0, logits.shape[1], (rows,), generator=generator)
+    wanted = torch.nn.functional.one_hot(targets, logits.shape[1]) - logits.double().softmax(-1)
+    first = group.rank() * columns
+    wanted = wanted[:, first : first + columns]
+    errors = {}
+    for name in ("ours", "megatron", "megatron_fused"):
+        mine = logits[:, first : first + columns].clone().requires_grad_()
+        if name == "ours":
+            logprobs, _ = VocabParallelLogprobs.apply(mine, torch.arange(rows), targets - first, False)
+        elif name == "megatron":
+            logprobs = -vocab_parallel_cross_entropy(mine[:, None], targets[:, None])
+        else:
+            logprobs = -fused_vocab_parallel_cross_entropy(mine[:, None], targets[:, None], group)
+        logprobs.sum().backward()
+        assert mine.grad is not None
+        errors[name] = float((mine.grad - wanted).abs().max() / wanted.abs().max())
+    return errors
 
 
 def plain(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
