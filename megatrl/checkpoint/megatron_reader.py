@@ -7,7 +7,7 @@ a parameter is put together from the chunks that touch it, whatever layout wrote
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,20 +147,21 @@ class MegatronReader:
         """The parameter at one place on the stacked axes, put together from its chunks."""
         tensor = self._tensors[key]
         shape = tensor.metadata.size[len(stacked) :]
-        out = torch.empty(shape, dtype=tensor.metadata.properties.dtype)
+        num_values = math.prod(shape)
         chunks = tensor.chunks.get(stacked, [])
         covered = sum(math.prod(chunk.sizes[len(stacked) :]) for chunk in chunks)
-        if covered != out.numel() or len({tuple(chunk.offsets) for chunk in chunks}) != len(chunks):
+        if covered != num_values or len({tuple(chunk.offsets) for chunk in chunks}) != len(chunks):
             raise CheckpointError(
-                f"{key} {list(stacked)} in {self.shards} has {covered} of its {out.numel()} values; the "
+                f"{key} {list(stacked)} in {self.shards} has {covered} of its {num_values} values; the "
                 "checkpoint is torn"
             )
         items = [_read_item(key, chunk, stacked) for chunk in chunks]
+        whole = _IntoOneTensor(shape, tensor.metadata.properties.dtype)
         try:
-            self._reader.read_data(LoadPlan(items), _IntoOneTensor(out)).wait()
+            self._reader.read_data(LoadPlan(items), whole).wait()
         except _READ_FAILURES as error:
             raise CheckpointError(f"{key} {list(stacked)} in {self.shards} is not readable: {error}") from error
-        return out
+        return whole.take()
 
 
 def _read_item(key: str, chunk: ChunkStorageMetadata, stacked: tuple[int, ...]) -> ReadItem:
@@ -177,14 +178,26 @@ def _read_item(key: str, chunk: ChunkStorageMetadata, stacked: tuple[int, ...]) 
 
 
 class _IntoOneTensor(LoadPlanner):
-    """Tells torch's reader to copy every chunk to its place in one tensor."""
+    """Tells torch's reader to copy every chunk to its place in one tensor.
 
-    def __init__(self, out: Tensor) -> None:
-        self._out = out
+    The tensor is made when the first chunk has been read: reading takes twice a chunk's memory for a moment.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._out: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Returns the tensor, which then belongs to the caller alone."""
+        out, self._out = self._out, None
+        assert out is not None, "there is at least one chunk, its coverage was checked"
+        return out
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        depth = len(read_item.lengths) - self._out.dim()
+        if self._out is None:
+            self._out = torch.empty(tuple(self._shape), dtype=self._dtype)
         view = self._out
+        depth = len(read_item.lengths) - view.dim()
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths[depth:], strict=True)):
             view = view.narrow(dim, offset, length)
         return view[(None,) * depth]

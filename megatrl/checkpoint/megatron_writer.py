@@ -145,7 +145,8 @@ class _FromFiles(SavePlanner):
         parameter = self._expected.pop(write_item.index)
         rule, wanted = parameter.rule, self._dtypes[parameter.key]
         parts = [self._part(name, wanted) for name in rule.hf_names]
-        full = fuse(rule, parts, self._shape, padded_vocab=self._shape.vocab_size)
+        # Alone it is the parameter; `fuse` would copy an embedding for its padding, of which there is none here.
+        full = parts[0] if len(parts) == 1 else fuse(rule, parts, self._shape, padded_vocab=self._shape.vocab_size)
         if tuple(full.shape) != parameter.shape:
             raise ModelError(f"{rule.megatron_name} came out as {tuple(full.shape)}, wanted {parameter.shape}")
         self.num_tensors += len(parts)
@@ -153,10 +154,11 @@ class _FromFiles(SavePlanner):
         return full.reshape([*[1] * len(parameter.stacked), *parameter.shape]).contiguous()
 
     def _part(self, name: str, wanted: torch.dtype) -> Tensor:
+        self._reader.dtype(name)  # refuses what is no plain floating-point tensor
         tensor, expected = self._reader.read(name), hf_tensor_shape(self._shape, name)
         if tuple(tensor.shape) != expected:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {expected}")
-        if bool(tensor.isnan().any()):
+        if bool(tensor.aminmax().max.isnan()):  # without a mask as large as the tensor
             raise ModelError(f"{name} holds NaN; fetch the model directory again")
         if self._dtype is None and tensor.dtype != wanted:
             raise CheckpointError(

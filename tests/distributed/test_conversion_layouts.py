@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_case(base / "case", "qwen3_moe")
     shutil.copytree(base / "case" / "model", base / "moe")
     write_source(base / "qwen3-tied", "qwen3", tie_word_embeddings=True, head_dim=12)
-    write_source(base / "llama3", "llama3")
+    write_source(base / "llama3", "llama3", num_key_value_heads=1)  # fewer than tensor ranks
     for name in ("moe", "qwen3-tied", "llama3"):
         hf_to_megatron(base / name, out=base / f"{name}-converted", options=SMALL)
     return base
@@ -52,17 +52,18 @@ def two_ranks(base: Path) -> list[Any]:
         run_of(base, "moe", "ep", layout=two | {"expert": 2}),
         run_of(base, "moe", "tp-trained", layout=two | TP2, case=case),
         run_of(base, "moe", "ep-trained", layout=two | {"expert": 2}, case=case, distributed=False),
-        run_of(base, "qwen3-tied", "tied-pp", layout=two | {"pipeline": 2}),
+        run_of(base, "qwen3-tied", "tied-pp", layout=two | {"pipeline": 2, "first_stage_layers": 1}),
         run_of(base, "qwen3-tied", "tied-tp-bf16", layout=two | TP2, precision="bf16"),
         run_of(base, "llama3", "llama-tp", layout=two | TP2),
+        run_of(base, "moe", "vpp", layout=two | {"pipeline": 2, "virtual_pipeline": 2}),
     ]
     return run_world("conversion_rank.py", 2, {"runs": runs}, base / "two", timeout_s=240)
 
 
 def test_a_converted_directory_loads_in_every_layout_of_two_ranks(two_ranks: list[Any]) -> None:
     for results in two_ranks:
-        assert [r["hf_is_source"] for r in results] == [True] * 8
-        assert [r["converted_is_source"] for r in results] == [True] * 8
+        assert [r["hf_is_source"] for r in results] == [True] * 9
+        assert [r["converted_is_source"] for r in results] == [True] * 9
 
 
 def test_training_from_the_converted_directory_is_training_from_the_files(two_ranks: list[Any]) -> None:
@@ -78,7 +79,7 @@ def test_files_are_equal_byte_for_byte_whatever_layout_saved_them(base: Path) ->
     megatron_to_hf(converted, source=base / "moe", out=base / "reference", options=SMALL)
     reference = file_bytes(base / "reference")
     assert same_tensors(base / "reference", base / "moe")
-    for saved in ("tp", "pp", "ep"):
+    for saved in ("tp", "pp", "ep", "vpp"):
         assert file_bytes(exported(base, "moe", saved)) == reference, saved
     assert same_tensors(exported(base, "qwen3-tied", "tied-pp"), base / "qwen3-tied")
     assert same_tensors(exported(base, "llama3", "llama-tp"), base / "llama3")
