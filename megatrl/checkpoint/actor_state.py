@@ -56,10 +56,14 @@ class ActorSave:
         except _FAILURES as error:
             raise self._failed(error) from error
 
-    def finish(self, timeout_s: float) -> None:
-        """Returns when the files of all ranks are complete; waits at most `timeout_s` for this rank's."""
+    def wait(self, timeout_s: float) -> bool:
+        """Whether this rank's files are there, after at most `timeout_s`. Not collective."""
+        return self._shards.wait(timeout_s)
+
+    def finish(self) -> None:
+        """Completes the save where all ranks' files are there; raises CheckpointError on all ranks where not."""
         try:
-            self._shards.finish(timeout_s)
+            self._shards.finish()
         except _FAILURES as error:
             raise self._failed(error) from error
 
@@ -80,7 +84,6 @@ class ActorSave:
         if self._rank == 0:
             description = _description(actor) | {"has_moments": has_moments, "save_id": save_id}
             write_text_atomically(directory / _DESCRIPTION, json.dumps(description))
-        dist.barrier()
 
     def _failed(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
@@ -96,9 +99,9 @@ def _reason(error: BaseException) -> str:
     return "; ".join(failed) or "another rank failed"
 
 
-def save_actor_state(actor: ActorWorker, directory: Path, *, timeout_s: float = 600.0) -> None:
+def save_actor_state(actor: ActorWorker, directory: Path) -> None:
     """Writes this actor's state into `directory`, complete on return. Collective; see `ActorSave`."""
-    ActorSave(actor, directory).finish(timeout_s)
+    ActorSave(actor, directory).finish()
 
 
 def check_actor_state(actor: ActorWorker, directory: Path) -> None:

@@ -29,6 +29,7 @@ class ShardWrite:
         """Captures `state`. In the background the tensors are copied to host memory now and written by a thread;
         otherwise they are written before this returns."""
         self._directory, self._device = directory, device
+        self._began = time.monotonic()
         self._results: queue.Queue[Any] = queue.Queue()
         with _results_into(self._results):
             request: Any = dist_checkpointing.save(
@@ -42,7 +43,8 @@ class ShardWrite:
         self._transforms: list[Any] = []
         if request.async_fn is not None:  # None on a rank that has nothing to write
             self._transforms = request.async_fn.args[0]
-            self._buckets = _on_host(request.async_fn_args[1], copy=in_background)
+            self._buckets = request.async_fn_args[1]
+            _bring_to_host(self._buckets, copy=in_background)
         self._thread: threading.Thread | None = None
         if in_background:
             # A daemon: a disk that hangs does not keep the process from ending.
@@ -51,36 +53,45 @@ class ShardWrite:
         else:
             self._write()
 
-    def finish(self, timeout_s: float) -> None:
-        """Waits for this rank's files, then completes the save together with the other ranks.
-
-        Raises CheckpointError on every rank where one rank's files are not there in time or could not be written.
-        """
-        began = time.monotonic()
+    def wait(self, timeout_s: float) -> bool:
+        """Whether this rank's files are there, after at most `timeout_s`. Not collective: a slow disk of one rank
+        keeps no other in a collective until its process group gives up."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        is_late = torch.tensor([float(self._thread is not None and self._thread.is_alive())], device=self._device)
+        return not self._is_writing
+
+    def finish(self) -> None:
+        """Completes the save together with the other ranks; waits for no file.
+
+        Raises CheckpointError on every rank where one rank's files are not there yet or could not be written.
+        """
+        is_late = torch.tensor([float(self._is_writing)], device=self._device)
         dist.all_reduce(is_late, op=dist.ReduceOp.MAX)  # a rank that alone gave up would leave the others waiting
         if is_late.item():
             raise CheckpointError(
-                f"the shards in {self._directory} were not written within {timeout_s:g} s (waited "
-                f"{time.monotonic() - began:.0f} s); check the disk, or raise checkpoint.timeout_s"
+                f"the shards in {self._directory} are not all written after {time.monotonic() - self._began:.1f} s; "
+                "check the disk, or raise checkpoint.timeout_s"
             )
         for finalize in self._finalize:
             finalize()
-        self._buckets = []
+        self._buckets, self._finalize = [], []  # they hold the copies
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _write(self) -> None:
         if self._buckets:
             self._results.put(_write_buckets(self._transforms, self._buckets))
 
 
-def _on_host(buckets: Sequence[Any], *, copy: bool) -> list[Any]:
-    """The buckets with host tensors: with `copy` nothing in them shares memory with the model or the optimizer."""
-    return [
-        (path, key, (objects, [(item, tensor.detach().to("cpu", copy=copy)) for item, tensor in tensors]))
-        for path, key, (objects, tensors) in buckets
-    ]
+def _bring_to_host(buckets: Sequence[Any], *, copy: bool) -> None:
+    """Host tensors in place of the buckets' own: with `copy` none shares memory with the model or the optimizer.
+
+    In place, because Megatron's writer holds the same lists to the end: nothing is kept twice.
+    """
+    for _, _, (_, tensors) in buckets:
+        tensors[:] = [(item, tensor.detach().to("cpu", copy=copy)) for item, tensor in tensors]
 
 
 def _write_buckets(transforms: list[Any], buckets: Sequence[Any]) -> dict[int, Any] | Exception:

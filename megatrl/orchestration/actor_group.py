@@ -15,7 +15,7 @@ from megatrl.orchestration.worker_group import WorkerGroup
 from megatrl.scoring.independent import QueryRunner
 from megatrl.weight_sync.report import PublishReport
 
-_ANSWER_S = 60.0  # for the ranks to agree that one of them is late
+_ANSWER_S = 60.0  # for a rank to say that it gave up waiting
 
 
 class ActorGroup:
@@ -79,8 +79,9 @@ class ActorGroup:
         self.workers.call("begin_checkpoint", str(directory), in_background, timeout_s=timeout_s)
 
     def finish_checkpoint(self, timeout_s: float) -> None:
-        """Returns when every rank's files are complete; the ranks give up after `timeout_s`, and say so."""
-        self.workers.call("finish_checkpoint", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+        """Returns when every rank's files are complete. Raises CheckpointError where they are not after `timeout_s`."""
+        self.workers.call("await_checkpoint", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+        self.workers.call("finish_checkpoint")
 
     def check_checkpoint(self, directory: Path) -> None:
         self.workers.call("check_checkpoint", str(directory))

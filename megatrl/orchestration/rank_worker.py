@@ -124,11 +124,16 @@ class RankWorker:
             raise CheckpointError(f"a checkpoint is still being written, so none can begin in {directory}")
         self._saving = ActorSave(self.actor, Path(directory), in_background=in_background)
 
-    def finish_checkpoint(self, timeout_s: float) -> None:
-        """Returns when the files of all ranks are complete."""
+    def await_checkpoint(self, timeout_s: float) -> bool:
+        """Whether this rank's files are there, after at most `timeout_s`. The one call here that is not collective."""
+        assert self._saving is not None, "begin_checkpoint comes first"
+        return self._saving.wait(timeout_s)
+
+    def finish_checkpoint(self) -> None:
+        """Completes the checkpoint; raises CheckpointError where a rank's files are not there."""
         assert self._saving is not None, "begin_checkpoint comes first"
         saving, self._saving = self._saving, None
-        saving.finish(timeout_s)
+        saving.finish()
 
     def check_checkpoint(self, directory: str) -> None:
         """Raises DamagedCheckpointError where the files cannot be loaded by anyone; loads nothing."""

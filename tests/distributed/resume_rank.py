@@ -97,7 +97,8 @@ def compare(run: dict[str, Any], rank: int) -> dict[str, Any]:
         save_actor_state(worker, out / "later")
     if saving is not None:
         gate.set()
-        saving.finish(60)
+        assert saving.wait(60)
+        saving.finish()
     worker.close()
     result: dict[str, Any] = {"uninterrupted": [*first, *wanted]}
 
@@ -168,13 +169,13 @@ def late_save(worker: ActorWorker, directory: Path) -> str:
     gate = threading.Event()
     saving = begin_held(worker, directory, gate)
     try:
-        saving.finish(0.05)
+        assert not saving.wait(0.05)
+        saving.finish()
     except CheckpointError as error:
         return error.message
     finally:
         gate.set()
-        assert saving._shards._thread is not None
-        saving._shards._thread.join(60)
+        saving.wait(60)
     return "was in time"
 
 
@@ -187,8 +188,9 @@ def failed_save(worker: ActorWorker, directory: Path) -> str:
         (directory / "shards").touch()
     dist.barrier()
     gate.set()
+    saving.wait(60)
     try:
-        saving.finish(60)
+        saving.finish()
     except CheckpointError as error:
         return error.message
     return "was written"

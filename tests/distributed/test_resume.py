@@ -49,7 +49,7 @@ def assert_resumes_exactly(result: dict[str, Any]) -> None:
 def test_one_process_resumes_bitwise_and_says_what_it_cannot_resume(moe_case: Path, tmp_path: Path) -> None:
     runs = [
         run_of(moe_case, tmp_path / "distributed", {}, refused={"other precision": {"precision": "bf16"}}),
-        run_of(moe_case, tmp_path / "plain", {}, distributed=False),
+        run_of(moe_case, tmp_path / "plain", {}, distributed=False, background=True),
         run_of(moe_case, tmp_path / "bf16", {}, precision="bf16"),
     ]
     for directory in ("distributed", "plain", "bf16"):
@@ -80,7 +80,7 @@ def test_two_processes_resume_bitwise_and_change_between_tensor_and_pipeline(moe
             assert_resumes_exactly(result)
             assert result["weights_only"][0]["hash"] != result["uninterrupted"][2]["hash"]
         # One rank's disk fails or is late: all ranks say so, and none waits for another.
-        assert "were not written within 0.05 s" in results[0]["late"]
+        assert "are not all written after" in results[0]["late"]
         assert "did not write the actor's state" in results[0]["failed"]
     assert "rank 0: Worker failure: [Errno 20] Not a directory" in ranks[0][0]["failed"]
     assert ranks[1][0]["failed"].endswith("another rank failed")
