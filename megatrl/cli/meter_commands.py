@@ -212,7 +212,9 @@ def freeze(
     labels: Annotated[Path | None, typer.Option("--labels", help="Labels of a model nobody trained on them.")] = None,
 ) -> None:
     """Freeze a meter: weights, tokenizer, prompt, C and the hash of its labels in one verified directory."""
-    frozen = _life().freeze(source, out, labels_directory=labels)
+    from megatrl.meter.freezing import freeze as freeze_source
+
+    frozen = freeze_source(source, out, labels_directory=labels)
     rows = {
         "identity": frozen.identity,
         "tokenizer": frozen.prompt.tokenizer_fingerprint,

@@ -1,4 +1,4 @@
-"""What the commands `meter sft`, `meter refine`, `meter eval` and `meter freeze` do."""
+"""What the commands `meter sft`, `meter refine` and `meter eval` do."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,8 @@ from megatrl.config.recipe import EvaluationConfig, ModelStart, Recipe, SFTStart
 from megatrl.data.meter_labels import LabeledState, MeterLabels, Split
 from megatrl.errors import ConfigError, ScoringError
 from megatrl.meter.evaluation import MeterEvaluation
-from megatrl.meter.frozen import MANIFEST_NAME, FrozenMeter, freeze_meter, load_frozen_meter
+from megatrl.meter.freezing import EVALUATION, ORIGIN, origin_of, refuse_other_tokenizer
+from megatrl.meter.frozen import MANIFEST_NAME, load_frozen_meter
 from megatrl.observability.atomic_file import replace_text
 from megatrl.observability.label_store import read_labels
 from megatrl.observability.logs import logging_to
@@ -35,11 +36,6 @@ from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
 
 logger = logging.getLogger(__name__)
-
-ORIGIN = "meter_source.json"
-"""Beside a meter's weights until they are frozen: which labels it was trained on."""
-_EVALUATION = "evaluation"
-"""Directory of metrics and plots; `freeze` takes the metrics along."""
 
 
 def sft(loaded: LoadedRecipe, *, run_id: str | None = None) -> Path:
@@ -65,7 +61,7 @@ def sft(loaded: LoadedRecipe, *, run_id: str | None = None) -> Path:
                 evaluation = evaluate_meter(meter, labels.validation)
                 about = {"meter": str(run_dir), "labels": labels.content_hash, "split": "validation"}
                 about["readout"] = "candidates"
-                _write_evaluation(run_dir / _EVALUATION, evaluation, labels.validation, about)
+                _write_evaluation(run_dir / EVALUATION, evaluation, labels.validation, about)
         _write_json(run_dir / "sft.json", dataclasses.asdict(report))
         _write_origin(run_dir, "sft", recipe, labels, model)
     return run_dir
@@ -104,53 +100,8 @@ def _checked(loaded: LoadedRecipe) -> tuple[Recipe, MeterLabels, Path]:
     labels = read_labels(Path(recipe.env.labels))
     model = model_directory(recipe, Artifacts(Path(recipe.observe.runs_dir) / "artifacts"))
     renderer = load_renderer(str(model), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    _refuse_other_tokenizer(
-        labels, renderer.fingerprint, f"model.path {model} with rollout.chat_format and tool_format"
-    )
+    refuse_other_tokenizer(labels, renderer.fingerprint, f"model.path {model} with rollout.chat_format and tool_format")
     return recipe, labels, model
-
-
-def _refuse_other_tokenizer(labels: MeterLabels, fingerprint: str, whose: str) -> None:
-    wanted = labels.prompt.tokenizer_fingerprint
-    if fingerprint != wanted:
-        raise ScoringError(
-            f"the labels are in tokens of {wanted} ({labels.chat_format}, {labels.tool_format}), {whose} gives "
-            f"{fingerprint}; label the collection with this model's tokenizer (--tokenizer, --chat-format, "
-            "--tool-format)"
-        )
-
-
-def freeze(source: Path, out: Path, *, labels_directory: Path | None = None) -> FrozenMeter:
-    """A frozen meter from a run of `meter sft` or `meter refine`, or from a model directory and its labels.
-
-    Raises ScoringError where weights, tokenizer and labels do not belong together.
-    """
-    origin, weights = _origin(source)
-    if labels_directory is None and not origin:
-        raise ScoringError(
-            f"{source} does not say which labels it was trained on ({ORIGIN} is missing): it was not made by "
-            "`meter sft` or `meter refine`. Name them with --labels"
-        )
-    labels = read_labels(labels_directory or Path(origin["labels"]))
-    if origin and origin["labels_hash"] != labels.content_hash:
-        raise ScoringError(
-            f"{source} was trained on labels {origin['labels_hash']} at {origin['labels']}, but there lie "
-            f"{labels.content_hash} now; its costs and prompt would be others. Train it again, or put the labels back"
-        )
-    renderer = load_renderer(str(weights), labels.chat_format, labels.tool_format)  # type: ignore[arg-type]
-    _refuse_other_tokenizer(labels, renderer.fingerprint, f"the weights at {weights}")
-    evaluation = source / _EVALUATION / "evaluation.json"
-    return freeze_meter(
-        weights,
-        out,
-        prompt=labels.prompt,
-        failure_cost=labels.failure_cost,
-        failure_costs=labels.failure_costs,
-        chat_format=labels.chat_format,
-        tool_format=labels.tool_format,
-        training_hash=labels.content_hash,
-        evaluation=json.loads(evaluation.read_text())["metrics"] if evaluation.is_file() else None,
-    )
 
 
 def evaluate(
@@ -180,9 +131,9 @@ def meter_with_labels(source: Path, labels: MeterLabels) -> tuple[Path, MeterLab
     Raises ScoringError where there is no meter, or its tokenizer is not that of the labels.
     """
     if not (source / MANIFEST_NAME).is_file():
-        return _origin(source)[1], labels
+        return origin_of(source)[1], labels
     frozen = load_frozen_meter(source)
-    _refuse_other_tokenizer(labels, own_renderer(frozen).fingerprint, f"the meter {source}")
+    refuse_other_tokenizer(labels, own_renderer(frozen).fingerprint, f"the meter {source}")
     return source, dataclasses.replace(
         labels,
         prompt=frozen.prompt,
@@ -195,7 +146,7 @@ def meter_with_labels(source: Path, labels: MeterLabels) -> tuple[Path, MeterLab
 def evaluation_directory(source: Path) -> Path:
     """Where an evaluation goes by default: into a run, beside a frozen meter, which never changes."""
     is_run = (source / "policy").is_dir()
-    return source / _EVALUATION if is_run else source.with_name(f"{source.name}-{_EVALUATION}")
+    return source / EVALUATION if is_run else source.with_name(f"{source.name}-{EVALUATION}")
 
 
 def _write_evaluation(
@@ -236,7 +187,7 @@ def opened_meter(
         }
     )
     renderer = load_renderer(str(weights), recipe.rollout.chat_format, recipe.rollout.tool_format)
-    _refuse_other_tokenizer(labels, renderer.fingerprint, f"the weights at {weights}")
+    refuse_other_tokenizer(labels, renderer.fingerprint, f"the weights at {weights}")
     if readout == "candidates":
         with cluster(recipe, weights, logs, serve=False) as group:
             actor = group.actor(recipe)
@@ -260,17 +211,6 @@ def opened_meter(
         )
     finally:
         server.stop()
-
-
-def _origin(source: Path) -> tuple[dict[str, Any], Path]:
-    """What a directory says about the labels of its weights, {} where nothing, and where the weights are."""
-    path = source / ORIGIN
-    weights = source / "policy" if (source / "policy").is_dir() else source
-    if not (weights / "config.json").is_file() or not list(weights.glob("*.safetensors")):
-        raise ScoringError(
-            f"{source} holds no meter: neither {MANIFEST_NAME}, nor policy/ of a finished run, nor a model's weights"
-        )
-    return (json.loads(path.read_text()) if path.is_file() else {}), weights
 
 
 def _write_origin(run_dir: Path, stage: str, recipe: Recipe, labels: MeterLabels, model: Path) -> None:

@@ -1,6 +1,7 @@
 """`megatrl meter collect` and `label` on recorded runs, as a person uses them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatrl.config.load import load_recipe
 from megatrl.data.wire import record_group
 from megatrl.envs.registry import make_environment, prompt_source
 from megatrl.meter.collection import read_collection
+from megatrl.meter.frozen import load_frozen_meter
 from megatrl.observability.label_store import read_labels
 from megatrl.observability.trajectories import TrajectoryStore
 from megatrl.rendering.renderer import load_renderer
@@ -104,6 +106,45 @@ def test_a_directory_without_a_run_and_a_run_without_a_tokenizer_are_refused(tmp
     assert "holds no run" in megatrl("meter", "collect", tmp_path, "--out", tmp_path / "c", code=1)
     run = write_run(tmp_path, "lost", detour=0.1, where="elsewhere")
     assert "no tokenizer of" in megatrl("meter", "collect", run, "--out", tmp_path / "c", code=1)
+
+
+def test_a_meter_is_frozen_with_its_labels_and_with_no_others(runs, tmp_path):
+    weak, strong, other = runs
+    megatrl("meter", "collect", weak, strong, "--out", tmp_path / "c")
+    megatrl("meter", "label", tmp_path / "c", "--out", tmp_path / "labels")
+    labels = read_labels(tmp_path / "labels")
+    run = tmp_path / "run"
+    shutil.copytree(weak / "policy", run / "policy")
+    (run / "evaluation").mkdir()
+
+    def freeze(
+        *more: object, origin_hash: str = labels.content_hash, measured: str = labels.content_hash, code: int = 0
+    ):
+        origin = {"labels": str(tmp_path / "labels"), "labels_hash": origin_hash}
+        (run / "meter_source.json").write_text(json.dumps(origin))
+        measurement = {"labels": measured, "metrics": {"bit_auc": 0.75}}
+        (run / "evaluation" / "evaluation.json").write_text(json.dumps(measurement))
+        return megatrl("meter", "freeze", run, "--out", tmp_path / "meter", *more, code=code)
+
+    assert "its costs and prompt would be others" in freeze(origin_hash="0" * 16, code=1)
+    said = freeze()
+    frozen = load_frozen_meter(tmp_path / "meter")
+    assert frozen.identity in said
+    assert (frozen.training_hash, frozen.prompt) == (labels.content_hash, labels.prompt)
+    assert frozen.failure_costs == labels.failure_costs
+    assert frozen.evaluation == {"bit_auc": 0.75}
+    assert "never overwritten" in freeze(code=1)
+    shutil.rmtree(tmp_path / "meter")
+    freeze(measured="of other labels")
+    assert load_frozen_meter(tmp_path / "meter").evaluation == {}
+
+    def bare(source: Path, *more: object, code: int) -> str:
+        return megatrl("meter", "freeze", source, "--out", tmp_path / "bare", *more, code=code)
+
+    assert "Name them with --labels" in bare(weak, code=1)
+    assert "label the collection with this model's tokenizer" in bare(other, "--labels", tmp_path / "labels", code=1)
+    assert "holds no meter" in bare(tmp_path / "labels", "--labels", tmp_path / "labels", code=1)
+    bare(weak, "--labels", tmp_path / "labels", code=0)  # a prompted model as the meter
 
 
 @pytest.mark.parametrize("command", ["collect", "label", "sft", "refine", "eval", "freeze"])
