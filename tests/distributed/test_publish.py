@@ -13,8 +13,13 @@ LAYOUTS = {
     "qwen3_moe": {
         "TP2xPP2": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
         "PP2xEP2": {"pipeline": 2, "expert": 2},
+        "EP2xETP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True},
     },
-    "qwen3": {"TP4": {"tensor": 4}},  # two key/value heads on four ranks
+    "qwen3": {
+        "TP4": {"tensor": 4},  # two key/value heads on four ranks
+        "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
+        "PP2xCP2, uneven": {"pipeline": 2, "context": 2, "first_stage_layers": 1},
+    },
 }
 
 
