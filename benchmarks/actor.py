@@ -17,6 +17,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported: t
 
 from benchmarks.measure import MIB, step_memory, step_times
 from benchmarks.packing_table import packing_efficiency
+from benchmarks.tables import readable
 from benchmarks.workload import Workload
 
 CHILD_TIMEOUT_S = 600.0
@@ -99,48 +100,6 @@ def _in_a_process(function: Callable[..., dict[str, Any]], *arguments: Any, **ke
     context.set_forkserver_preload(["benchmarks.measure"])
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(function, *arguments, **keywords).result(timeout=CHILD_TIMEOUT_S)
-
-
-def readable(result: dict[str, Any]) -> str:
-    """The result as Markdown tables."""
-    speed = result["speed"]
-    lines = [
-        f"One optimizer step: {speed['tokens']} tokens, {speed['action_tokens']} of them actions, "
-        f"{speed['sequences']} sequences in {speed['microbatches']} packs; medians of {speed['repeats']}.",
-        "",
-        *_table(
-            ["", "wall s", "processor s"],
-            [[name, f"{clock['wall']:.3f}", f"{clock['cpu']:.3f}"] for name, clock in speed["median_s"].items()],
-        ),
-        "",
-        f"Step, ours / bare: {speed['step_ratio']['wall']:.3f} by wall time, {speed['step_ratio']['cpu']:.3f} by "
-        f"processor time. Log-probabilities, ours / bare: {speed['logprobs_ratio']['wall']:.3f}, "
-        f"{speed['logprobs_ratio']['cpu']:.3f}.",
-        "",
-        *_table(
-            ["data ranks", "packing", "microbatches", "computed / real, mean", "worst", "attention, busiest / mean"],
-            [
-                [
-                    str(row["data_ranks"]),
-                    row["method"],
-                    str(row["microbatches"]),
-                    f"{row['computed_over_real_mean']:.4f}",
-                    f"{row['computed_over_real_worst']:.4f}",
-                    f"{row['attention_busiest_over_mean']:.3f}",
-                ]
-                for row in result["packing"]
-            ],
-        ),
-    ]
-    for title, part in (("logits", "logit_memory"), ("recompute", "recompute_memory")):
-        columns = ["resident_growth_mib", "alive_peak_mib", "largest_tensor_mib"]
-        rows = [[name, *(f"{seen[column]:.1f}" for column in columns)] for name, seen in result[part].items()]
-        lines += ["", *_table([title, "resident growth MiB", "tensors alive, peak MiB", "largest tensor MiB"], rows)]
-    return "\n".join(lines)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ values on every rank, and turning the driver's arrays into tensors.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,15 +65,14 @@ def loss_on_all_logits(model: Any, hidden: Tensor, microbatch: BareMicrobatch) -
 
 
 def bare_step(actor: ActorWorker, microbatches: Sequence[BareMicrobatch], loss: Loss) -> float:
-    """Zero, forward, backward, clip, AdamW. Returns the loss."""
+    """Zero, forward, backward, clip, AdamW. Returns the gradient norm before clipping."""
     for model in actor.models:
         model.train()
         model.zero_grad_buffer()  # type: ignore[operator]
     actor.optimizer.zero_grad()
-    losses: list[Tensor] = []
-    _run(actor, microbatches, partial(_keep, loss, losses), forward_only=False)
-    actor.optimizer.step()
-    return float(torch.stack(losses).sum())
+    _run(actor, microbatches, loss, forward_only=False)
+    _, gradient_norm, _ = actor.optimizer.step()
+    return float(gradient_norm or 0.0)
 
 
 def bare_logprobs(actor: ActorWorker, microbatches: Sequence[BareMicrobatch]) -> list[Tensor]:
@@ -91,12 +89,6 @@ def bare_logprobs(actor: ActorWorker, microbatches: Sequence[BareMicrobatch]) ->
     with torch.no_grad():
         _run(actor, microbatches, read, forward_only=True)
     return answers
-
-
-def _keep(loss: Loss, losses: list[Tensor], model: Any, hidden: Tensor, microbatch: BareMicrobatch) -> Tensor:
-    value = loss(model, hidden, microbatch)
-    losses.append(value.detach())
-    return value
 
 
 def _run(actor: ActorWorker, microbatches: Sequence[BareMicrobatch], on_hidden: Loss, *, forward_only: bool) -> None:

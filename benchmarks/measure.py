@@ -4,17 +4,25 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.alive_bytes import AliveBytes
-from benchmarks.bare_loop import bare_logprobs, bare_microbatches, bare_step, loss_at_actions, loss_on_all_logits
+from benchmarks.bare_loop import (
+    BareMicrobatch,
+    bare_logprobs,
+    bare_microbatches,
+    bare_step,
+    loss_at_actions,
+    loss_on_all_logits,
+)
 from benchmarks.workload import LOSS, Workload, packed_batch, start_actor, with_old_logprobs, write_model
 from megatrl.actor.worker import ActorWorker
 from megatrl.batching.packing import attach_old_logprobs
+from megatrl.data.samples import PackedBatch
 from megatrl.mcore import logprobs
 
 MIB = 1024 * 1024
@@ -37,7 +45,7 @@ def step_times(workload: Workload, *, repeats: int, threads: int) -> dict[str, A
             "ours, logprobs": lambda: actor.logprobs(batch, temperature=1.0),
             "bare, logprobs": lambda: bare_logprobs(actor, bare),
         }
-        losses = {name: sides[name]() for name in ("bare", "bare, all logits")}
+        gradient_norms = _gradient_norms(actor, batch, bare)
         seconds = {name: {"wall": [], "cpu": []} for name in sides}
         for repetition in range(repeats + 1):
             for name in _rotated(list(sides), repetition):
@@ -52,7 +60,7 @@ def step_times(workload: Workload, *, repeats: int, threads: int) -> dict[str, A
         "median_s": {name: {clock: statistics.median(x) for clock, x in s.items()} for name, s in seconds.items()},
         "step_ratio": _ratio(seconds, "ours", "bare"),
         "logprobs_ratio": _ratio(seconds, "ours, logprobs", "bare, logprobs"),
-        "losses": losses,  # of the first two bare steps: both sides of that pair compute the same
+        "gradient_norms": gradient_norms,
         "repeats": repeats,
         "sequences": len(batch.samples),
         "microbatches": len(minibatch.microbatches[0]),
@@ -95,6 +103,17 @@ def step_memory(workload: Workload, *, side: str, logit_bytes: int | None, threa
         "tokens_of_a_pack": max(len(m.tokens) for m in minibatch.microbatches[0]),
         "action_tokens_of_a_pack": max(int(m.action_mask.sum()) for m in minibatch.microbatches[0]),
     }
+
+
+def _gradient_norms(actor: ActorWorker, batch: PackedBatch, bare: Sequence[BareMicrobatch]) -> dict[str, float]:
+    """Of each side at the same weights: equal, as at a ratio of 1 the policy objective is the plain policy gradient."""
+    for group in actor.optimizer.param_groups:
+        group["lr"] = 0.0
+    norms = {
+        "bare": bare_step(actor, bare, loss_at_actions),
+        "bare, all logits": bare_step(actor, bare, loss_on_all_logits),
+    }
+    return norms | {"ours": actor.update(batch, LOSS, temperature=1.0, step=1).metrics["grad_norm"]}
 
 
 def _actor(workload: Workload, directory: Path) -> ActorWorker:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.actor import readable
+from benchmarks.tables import readable
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,10 @@ def test_both_sides_are_timed_on_the_same_batch(result: dict[str, Any]) -> None:
     assert speed["step_ratio"]["cpu"] == speed["median_s"]["ours"]["cpu"] / speed["median_s"]["bare"]["cpu"]
     assert 0 < speed["action_tokens"] < speed["tokens"] <= 400
     assert speed["microbatches"] > 1
-    assert speed["losses"]["bare"] == pytest.approx(speed["losses"]["bare, all logits"], rel=1e-4)
+    norms = speed["gradient_norms"]
+    assert norms["bare"] > 1e-3
+    assert norms["bare, all logits"] == pytest.approx(norms["bare"], rel=1e-4)
+    assert norms["ours"] == pytest.approx(norms["bare"], rel=1e-4)
 
 
 def test_packing_wastes_less_than_a_twentieth_and_unbalanced_packing_more(result: dict[str, Any]) -> None:
@@ -55,7 +58,7 @@ def test_packing_wastes_less_than_a_twentieth_and_unbalanced_packing_more(result
 
 def test_memory_falls_with_weighted_positions_and_with_recomputation(result: dict[str, Any]) -> None:
     bare, whole, chunks = result["logit_memory"].values()
-    assert chunks["alive_peak_mib"] <= whole["alive_peak_mib"] < bare["alive_peak_mib"]
+    assert max(chunks["alive_peak_mib"], whole["alive_peak_mib"]) < bare["alive_peak_mib"]
     all_logits_mib = bare["tokens_of_a_pack"] * 3000 * 4 / 2**20
     assert chunks["largest_tensor_mib"] < all_logits_mib <= bare["largest_tensor_mib"] + 1e-6
     recompute = result["recompute_memory"]
