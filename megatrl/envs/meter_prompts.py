@@ -116,21 +116,24 @@ class MeterPromptSource:
     """PromptSource over one side of a labelled data set, in a new order for each epoch."""
 
     def __init__(self, config: MeterPromptsConfig, *, seed: int, split: Split) -> None:
-        """Raises ScoringError for a damaged data set, ConfigError for a side without a usable example."""
+        """Raises ScoringError for a damaged data set, ConfigError for a training side without a usable example."""
         self._labels = _labels(config.labels)
         self._seed = seed
         self._split: Split = split
         limit = self._labels.max_history_tokens
         fitting = [(e, e.history(limit)) for e in self._labels.examples(_SIDES[split])]
         self._examples = [(example, history) for example, history in fitting if history is not None]
-        if not self._examples:
-            raise ConfigError(
-                f"env.labels {config.labels} has no {_SIDES[split]} example of at most {limit} history tokens; "
-                "label more trajectories, or set evaluation.num_episodes: 0 where only validation is empty"
-            )
+        self._empty = (
+            f"env.labels {config.labels} has no {_SIDES[split]} example of at most {limit} history tokens; "
+            "label more trajectories, or set evaluation.num_episodes: 0 where only validation is empty"
+        )
+        if split == "train" and not self._examples:
+            raise ConfigError(self._empty)
         self._order: tuple[int, list[int]] = (-1, [])
 
     def prompt(self, position: int) -> Prompt:
+        if not self._examples:  # only now: a run without evaluation never asks
+            raise ConfigError(self._empty)
         epoch, place = divmod(position, len(self._examples))
         if self._order[0] != epoch:
             order = list(range(len(self._examples)))

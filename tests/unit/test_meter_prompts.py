@@ -217,8 +217,9 @@ def test_token_ids_of_another_vocabulary_never_reach_the_policy(data):
 def test_a_side_without_examples_and_a_task_of_something_else_are_errors(data, tmp_path):
     labels, _ = data
     write_labels(tmp_path / "open", replace(labels, validation=()), [make_group(WON, LOST)])
+    nothing_held_out = MeterPromptSource(config(tmp_path / "open"), seed=0, split="eval")
     with pytest.raises(ConfigError, match="no validation example"):
-        MeterPromptSource(config(tmp_path / "open"), seed=0, split="eval")
+        nothing_held_out.prompt(0)
     write_labels(tmp_path / "long", replace(labels, max_sequence_tokens=6), [make_group(WON, LOST)])
     with pytest.raises(ConfigError, match="no training example of at most"):
         MeterPromptSource(config(tmp_path / "long"), seed=0, split="train")
