@@ -159,8 +159,9 @@ def test_the_switches_of_the_reward_reach_the_formula():
 
 def test_the_metrics_count_each_class_by_itself():
     right = outcome('{"completion": 1, "tokens_to_go": 900}', (True, 450)).metrics
+    error = math.log(901 / 451)
     assert right == pytest.approx(
-        {"valid_rate": 1, "bit_accuracy_success": 1, "failure_forecast_rate": 0, "abs_log_error": math.log(901 / 451)}, abs=1e-6
+        {"valid_rate": 1, "bit_accuracy_success": 1, "failure_forecast_rate": 0, "abs_log_error": error}
     )
     assert outcome(FAIL, (True, 450)).metrics == {
         "valid_rate": 1, "bit_accuracy_success": 0, "failure_forecast_rate": 1
