@@ -71,7 +71,8 @@ def bare_step(actor: ActorWorker, microbatches: Sequence[BareMicrobatch], loss: 
         model.zero_grad_buffer()  # type: ignore[operator]
     actor.optimizer.zero_grad()
     _run(actor, microbatches, loss, forward_only=False)
-    _, gradient_norm, _ = actor.optimizer.step()
+    optimizer: Any = actor.optimizer
+    _, gradient_norm, _ = optimizer.step()
     return float(gradient_norm or 0.0)
 
 
