@@ -15,7 +15,7 @@ from megatrl.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FILES = sorted(RECIPES.glob("*.yaml"))
-FIELD_BUDGET = 170
+FIELD_BUDGET = 200
 
 
 def is_comparison(text: str) -> bool:

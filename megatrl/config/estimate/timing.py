@@ -108,8 +108,11 @@ def _actor_rows(
     half, share = workload.mean_tokens / 2, workload.action_share
     rows = []
     for wanted, what in ((workload.has_answer_probe, "answer probe"), (workload.has_meter, "meter")):
-        if wanted:  # every state is a sequence of its own, with few rows: mean prefix half a trajectory
-            spent = seconds(workload.state_tokens, rows_share=0.01, attended=half / 2)
+        if wanted and recipe.scoring.backend == "tree":
+            spent = seconds(workload.tokens_shared, rows_share=0.01, attended=half)
+            rows.append(TimeRow(verb="score", what=what, seconds=spent, bound="operations"))
+        elif wanted:  # every state is a sequence of its own: mean prefix half a trajectory
+            spent = seconds(workload.tokens_apart, rows_share=0.01, attended=half / 2)
             rows.append(
                 TimeRow(verb="score", what=f"{what}, every state on its own", seconds=spent, bound="operations")
             )

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megatrl.config.recipe import Recipe
 
+QUESTION_TOKENS = 32
+"""Assumed: wrapper and answer, or question and candidate answers, at one state."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -30,9 +33,19 @@ class Workload:
         return self.num_tokens * self.action_share
 
     @property
-    def state_tokens(self) -> float:
+    def question_tokens(self) -> float:
+        """Tokens of what a frozen model is asked at every state."""
+        return self.num_episodes * (self.mean_turns + 1) * QUESTION_TOKENS
+
+    @property
+    def tokens_apart(self) -> float:
         """Tokens of one frozen pass over every state on its own: the states' prefixes grow evenly to the whole."""
-        return self.num_tokens * (self.mean_turns + 1) / 2
+        return self.num_tokens * (self.mean_turns + 1) / 2 + self.question_tokens
+
+    @property
+    def tokens_shared(self) -> float:
+        """Tokens of one frozen pass that computes what states share once."""
+        return self.num_tokens + self.question_tokens
 
     def microbatches(self, num_data_ranks: int) -> int:
         """Microbatches of one data rank in one minibatch, at the mean length; at least one."""
