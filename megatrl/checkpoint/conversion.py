@@ -81,7 +81,8 @@ def megatron_to_hf(shards: Path, *, source: Path, out: Path, options: Conversion
         sizes=sizes,
         before_publishing=finish,
     )
-    return _summary(out, out.glob("*.safetensors"), len(sizes), json.loads((out / "config.json").read_text())["dtype"])
+    dtypes = reader.dtypes if options.dtype is None else {options.dtype}
+    return _summary(out, out.glob("*.safetensors"), len(sizes), *sorted(str(d).removeprefix("torch.") for d in dtypes))
 
 
 def hf_to_megatron(source: Path, *, out: Path, options: ConversionOptions) -> Conversion:

@@ -52,6 +52,11 @@ class MegatronReader:
         """Every Hugging Face name, in the order of `tensors`."""
         return tuple(name for rule in self._rules for name in rule.hf_names)
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """What the weights are stored in; one unless the source had several."""
+        return {tensor.metadata.properties.dtype for tensor in self._tensors.values()}
+
     def num_bytes(self, dtype: torch.dtype | None) -> dict[str, int]:
         """Bytes of every tensor as it will be written, without reading one."""
         sizes = {}

@@ -176,6 +176,15 @@ def test_tensors_and_config_agree_on_the_dtype_in_both_directions(moe: Path, con
     assert torch.equal(all_tensors(of_rounded)[EXPERT], all_tensors(moe)[EXPERT].bfloat16())
 
 
+def test_a_parameter_with_a_dtype_of_its_own_keeps_it(moe: Path, tmp_path: Path) -> None:
+    source = copy_of(moe, tmp_path / "source")
+    change_weights(source, lambda t: t.update({n: x.bfloat16() for n, x in t.items() if not n.endswith("gate.weight")}))
+    assert hf_to_megatron(source, out=tmp_path / "converted", options=SMALL).dtypes == ("bfloat16", "float32")
+    done = megatron_to_hf(tmp_path / "converted" / SHARDS, source=source, out=tmp_path / "back", options=SMALL)
+    assert done.dtypes == ("bfloat16", "float32")
+    assert same_tensors(done.out, source)
+
+
 def test_the_rope_forms_of_transformers_4_and_5_give_one_model(tmp_path: Path) -> None:
     new = write_source(tmp_path / "new", "llama3")
     old = copy_of(new, tmp_path / "old")
