@@ -10,27 +10,37 @@ import hashlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from megatrl.data.trajectories import TrajectoryId
+from megatrl.data.trajectories import TrajectoryId, Turn
 from megatrl.envs.protocol import Environment
 from megatrl.errors import RolloutError
 from megatrl.rollout.collector import SamplerForEpisode, SamplerSource
 from megatrl.rollout.sampler import Sample, Sampler, SampleRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Where candidates are offered: the tokens up to here, as turns and as one request."""
+
+    request: SampleRequest
+    turns: tuple[Turn, ...]  # carried out so far, since history was last rewritten
+    observation_tokens: tuple[int, ...]  # since the last action; with the turns' tokens they are request.input_ids
+    env: Environment | None = None  # of this episode, untouched by the candidates
+
+
 class Chooser(Protocol):
-    async def choose(self, request: SampleRequest, candidates: Sequence[Sample]) -> int:
-        """Index of the candidate to carry out after `request.input_ids`; candidates are distinct and at least two."""
+    async def choose(self, situation: Situation, candidates: Sequence[Sample]) -> int:
+        """Index of the candidate to carry out; candidates are at least two."""
         ...
 
 
 class RandomChooser:
     """The control: a candidate at random, by the request's own seed. Without deduplication it samples the policy."""
 
-    async def choose(self, request: SampleRequest, candidates: Sequence[Sample]) -> int:
-        return random.Random(f"choose {request.sampling_seed}").randrange(len(candidates))
+    async def choose(self, situation: Situation, candidates: Sequence[Sample]) -> int:
+        return random.Random(f"choose {situation.request.sampling_seed}").randrange(len(candidates))
 
 
 @dataclass(slots=True)
@@ -44,6 +54,14 @@ class SelectionTally:
     chosen_tokens: int = 0
     turned_from_first: int = 0  # turns at which another than the first candidate was chosen
 
+    def add(self, other: "SelectionTally") -> None:
+        self.turns += other.turns
+        self.candidates += other.candidates
+        self.distinct_candidates += other.distinct_candidates
+        self.sampled_tokens += other.sampled_tokens
+        self.chosen_tokens += other.chosen_tokens
+        self.turned_from_first += other.turned_from_first
+
     @property
     def metrics(self) -> dict[str, float]:
         turns = max(self.turns, 1)
@@ -56,9 +74,38 @@ class SelectionTally:
         }
 
 
+@dataclass(slots=True)
+class _History:
+    """Turns of one episode since its history was last rewritten."""
+
+    turns: list[Turn] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+
+    def observe(self, input_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What is new since the last action: everything, where the history before it is another one now."""
+        if input_ids[: len(self.tokens)] != self.tokens:
+            self.turns, self.tokens = [], ()
+        return input_ids[len(self.tokens) :]
+
+    def act(self, observation: tuple[int, ...], action: Sample) -> None:
+        self.turns.append(turn_of(observation, action))
+        self.tokens = (*self.tokens, *observation, *action.output_ids)
+
+
+def turn_of(observation_tokens: tuple[int, ...], action: Sample) -> Turn:
+    """The turn that an action makes after what was observed."""
+    return Turn(
+        observation_tokens=observation_tokens,
+        action_tokens=action.output_ids,
+        behavior_logprobs=action.logprobs,
+        policy_version=action.policy_version,
+        finish_reason=action.finish_reason,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectingSampler:
-    """Samples `num_candidates` actions at once and returns the chosen one.
+    """Samples `num_candidates` actions at once and returns the chosen one. One for each episode.
 
     The first candidate has the request's own seed, so it is the action that would have been taken
     without selection. With `is_deduplicated` equal actions are offered once, and one that is alone is
@@ -70,6 +117,8 @@ class SelectingSampler:
     num_candidates: int
     tally: SelectionTally
     is_deduplicated: bool = True
+    env: Environment | None = None
+    history: _History = field(default_factory=_History)
 
     def __post_init__(self) -> None:
         if self.num_candidates < 1:
@@ -80,10 +129,14 @@ class SelectingSampler:
         requests = [
             replace(request, sampling_seed=candidate_seed(request.sampling_seed, i)) for i in range(self.num_candidates)
         ]
+        observation = self.history.observe(request.input_ids)
         sampled = await asyncio.gather(*(self.sampler.sample(each) for each in requests))
         first_of = {s.output_ids: i for i, s in reversed(list(enumerate(sampled)))}
         offered = [sampled[i] for i in sorted(first_of.values())] if self.is_deduplicated else sampled
-        index = await self.chooser.choose(request, offered) if len(offered) > 1 else 0
+        situation = Situation(
+            request=request, turns=tuple(self.history.turns), observation_tokens=observation, env=self.env
+        )
+        index = await self.chooser.choose(situation, offered) if len(offered) > 1 else 0
         if not 0 <= index < len(offered):
             raise RolloutError(f"the chooser answered {index} for {len(offered)} candidates")
         chosen = offered[index]
@@ -94,6 +147,7 @@ class SelectingSampler:
         tally.sampled_tokens += sum(len(s.output_ids) for s in sampled)
         tally.chosen_tokens += len(chosen.output_ids)
         tally.turned_from_first += chosen.output_ids != sampled[0].output_ids
+        self.history.act(observation, chosen)
         return chosen
 
 
@@ -105,18 +159,29 @@ class SelectingSamplers:
     ) -> None:
         self._source, self._chooser = source, chooser
         self._num_candidates, self._is_deduplicated = num_candidates, is_deduplicated
-        self.tally = SelectionTally()
+        self.tallies: dict[TrajectoryId, SelectionTally] = {}
+        """Of every episode that was begun, failed attempts included."""
+
+    @property
+    def tally(self) -> SelectionTally:
+        """All episodes together."""
+        total = SelectionTally()
+        for tally in self.tallies.values():
+            total.add(tally)
+        return total
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[SamplerForEpisode]:
         async with self._source.open() as sampler_for:
 
             def selecting(env: Environment, id: TrajectoryId, policy_version: int) -> Sampler:
+                tally = self.tallies[id] = SelectionTally()
                 return SelectingSampler(
                     sampler=sampler_for(env, id, policy_version),
                     chooser=self._chooser,
                     num_candidates=self._num_candidates,
-                    tally=self.tally,
+                    tally=tally,
+                    env=env,
                     is_deduplicated=self._is_deduplicated,
                 )
 

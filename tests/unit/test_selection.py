@@ -15,6 +15,7 @@ from megatrl.rollout.selection import (
     SelectingSampler,
     SelectingSamplers,
     SelectionTally,
+    Situation,
     candidate_seed,
 )
 
@@ -39,7 +40,7 @@ class Picks:
     index: int
     offered: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
 
-    async def choose(self, request: SampleRequest, candidates: Sequence[Sample]) -> int:
+    async def choose(self, situation: Situation, candidates: Sequence[Sample]) -> int:
         self.offered.append(tuple(c.output_ids for c in candidates))
         return self.index
 
@@ -115,7 +116,7 @@ def test_a_source_wraps_the_sampler_of_every_episode_and_counts_them_together() 
 
     async def two_episodes() -> list[Sample]:
         async with samplers.open() as sampler_for:
-            return [await sampler_for(None, None, 0).sample(REQUEST) for _ in range(2)]  # type: ignore[arg-type]
+            return [await sampler_for(None, id, 0).sample(REQUEST) for id in ("a", "b")]  # type: ignore[arg-type]
 
     assert [s.output_ids for s in asyncio.run(two_episodes())] == [(2, 2), (2, 2)]
     assert samplers.tally.metrics == {
