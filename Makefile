@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
-.PHONY: help quickstart compare test lint types unit numerics dist integration format clean
+.PHONY: help quickstart compare test lint types unit numerics dist integration bench format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,10 +41,14 @@ dist:  ## gloo process groups on this machine
 integration:  ## real SGLang and Ray
 	$(PYTEST) tests/integration
 
+bench:  ## measure the actor and the frozen scorers on this machine
+	$(BIN)/python -m benchmarks.actor
+	$(BIN)/python -m benchmarks.scoring
+
 format:  ## rewrite files as ruff wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## delete caches, not runs and models
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist megatrl.egg-info
-	find megatrl tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find megatrl tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
