@@ -19,9 +19,7 @@ from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig, R
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import PackedBatch
 from megatrl.mcore import layout as layouts
-from megatrl.mcore import model
 from megatrl.mcore.groups import expert_tensor_group
-from megatrl.mcore.layout import Layout
 from megatrl.mcore.model import unwrap
 from megatrl.mcore.queries import target_logprobs
 from megatrl.mcore.schedule import num_fillers
@@ -34,15 +32,8 @@ def main() -> None:
         case: Case = pickle.loads(Path(run["case"]).read_bytes())
         case = reordered(case) if run.get("reorder") else case
         print("run", run, flush=True)
-        if run.get("default_exchange"):
-            model.pipeline_options = _default_exchange
         results.append(compare(case, run, rank, port=agreed_port(str(index))))
     report(results)
-
-
-def _default_exchange(layout: Layout) -> dict[str, Any]:
-    """Megatron's own way between pipeline stages, which an interleaved schedule of two stages must not use."""
-    return {"virtual_pipeline_model_parallel_size": layout.virtual_pipeline}
 
 
 def _worker(case: Case, run: dict[str, Any], rank: int, port: int) -> ActorWorker:
@@ -96,9 +87,6 @@ def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[st
         ),
         default=0.0,
     )
-    if run.get("default_exchange"):
-        worker.close()
-        return result
     result |= _sequence_level(worker, attach_old_logprobs(batch, case.old_logprobs))
     updates = worker.update(attach_old_logprobs(batch, case.old_logprobs), LOSS, temperature=TEMPERATURE, step=1)
     result["loss"] = _relative(updates.metrics["loss"], float(np.mean(case.expected.losses)))

@@ -91,6 +91,14 @@ def test_megatron_builds_exactly_the_layers_that_our_split_gives_each_chunk() ->
     assert num_refused_by_both > 50
 
 
+def test_interleaved_stages_never_use_megatrons_default_exchange() -> None:
+    # Where each of two stages is both neighbours of the other, passes over unequal lengths do not end with the default.
+    options = pipeline_options(replace(ALONE, pipeline=2, virtual_pipeline=2))
+    assert (options["overlap_p2p_comm"], options["batch_p2p_comm"]) == (True, False)
+    default = megatron_config(MIXTURE)
+    assert (default.overlap_p2p_comm, default.batch_p2p_comm) == (False, True)
+
+
 GRID: dict[str, tuple[Any, ...]] = {
     "world_size": (1, 2, 4, 6, 8),
     "tensor": (1, 2, 3, 4, 8),
