@@ -11,12 +11,16 @@ from megatrl.config.engines import RouterConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out: Path = tmp_path_factory.mktemp("routing_rules")
     case = make_routing_case(out / "case", choices="foreign", router=RouterConfig(replay=True), num_minibatches=1)
-    (result,) = run_world("routing_rules_rank.py", 1, {"case": str(case)}, out / "world", timeout_s=200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # for tests.fakes
+        (result,) = run_world("routing_rules_rank.py", 1, {"case": str(case)}, out / "world", timeout_s=200)
     return result
 
 

@@ -151,8 +151,10 @@ def test_replay_brings_the_mismatch_of_a_mixture_down_to_that_of_a_dense_model(
 
 def test_rows_are_the_same_whether_a_prefix_was_cached_or_not(servers: dict[str, RolloutServer]) -> None:
     """A later turn asks from the previous turn's last token on; its rows continue the earlier ones."""
-    (first,) = asyncio.run(sampled(servers["mixture"], requests()[:1], record=True))
-    longer = replace(requests()[0], input_ids=(*requests()[0].input_ids, *first.output_ids, 7, 8, 9), max_new_tokens=5)
+    request = replace(requests()[0], input_ids=tuple(range(100, 140)))  # of no other test, so nothing is cached yet
+    (first,) = asyncio.run(sampled(servers["mixture"], [request], record=True))
+    assert first.cached_tokens == 0
+    longer = replace(request, input_ids=(*request.input_ids, *first.output_ids, 7, 8, 9), max_new_tokens=5)
     start = len(longer.input_ids) - 4  # the last token of the first action
     whole, part = (
         asyncio.run(sampled(servers["mixture"], [replace(longer, first_routed=begin)], record=True))[0]
