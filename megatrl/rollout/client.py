@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 import aiohttp
 import orjson
@@ -14,6 +14,7 @@ import orjson
 from megatrl.config.model_shape import ModelShape
 from megatrl.errors import RolloutError, ServerRejectedError
 from megatrl.rollout.control import error_text
+from megatrl.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, check_prompt, prompt_body, read_prompt_reply
 from megatrl.rollout.replies import check_request, read_reply, request_body
 from megatrl.rollout.sampler import Sample, SampleRequest
 
@@ -23,6 +24,7 @@ MAX_ATTEMPTS = 4
 _BACKOFF_S = 0.1  # before the second attempt; doubles with each further one
 _ABORT_TIMEOUT_S = 5.0
 _MAX_KEYS = 100_000
+_Answer = TypeVar("_Answer")
 _TRANSIENT = (408, 429)  # timeout at the server, too many requests
 
 
@@ -83,19 +85,29 @@ class SGLangSampler:
     async def sample(self, request: SampleRequest) -> Sample:
         """One action. Raises ServerRejectedError, or RolloutError after retries or past the deadline."""
         check_request(request, self._vocab_size)
+        return await self._retried(request, lambda server: self._sample_once(server, request))
+
+    async def prompt_logprobs(self, request: PromptRequest) -> PromptLogprobs:
+        """Logprobs of given tokens; raises as `sample` does."""
+        check_prompt(request, self._vocab_size)
+        return await self._retried(request, lambda server: self._read_once(server, request))
+
+    async def _retried(
+        self, request: SampleRequest | PromptRequest, attempt: Callable[[_Server], Awaitable[_Answer]]
+    ) -> _Answer:
         last_error: RolloutError | None = None
         try:
             async with asyncio.timeout(request.deadline_s):
-                for attempt in range(MAX_ATTEMPTS):
-                    if attempt:
-                        await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1))
+                for number in range(MAX_ATTEMPTS):
+                    if number:
+                        await asyncio.sleep(_BACKOFF_S * 2 ** (number - 1))
                     try:
-                        return await self._attempt(self._choose(request.routing_key), request)
+                        return await attempt(self._choose(request.routing_key))
                     except ServerRejectedError:
                         raise
                     except RolloutError as error:
                         last_error = error
-                        logger.debug("attempt %d failed: %s", attempt + 1, error.message)
+                        logger.debug("attempt %d failed: %s", number + 1, error.message)
         except TimeoutError:
             what = last_error.message if last_error else "no attempt had failed"
             raise RolloutError(
@@ -118,12 +130,21 @@ class SGLangSampler:
             self._homes[key] = server
         return server
 
-    async def _attempt(self, server: _Server, request: SampleRequest) -> Sample:
-        """One HTTP exchange under a fresh id; the server is told where we stop waiting."""
+    async def _sample_once(self, server: _Server, request: SampleRequest) -> Sample:
         rid = uuid.uuid4().hex
+        content = request_body(request, rid, record_routing=self._routed_shape is not None)
+        body = await self._generate(server, rid, content)
+        return read_reply(body, request, rid, self._vocab_size, routed_shape=self._routed_shape)
+
+    async def _read_once(self, server: _Server, request: PromptRequest) -> PromptLogprobs:
+        rid = uuid.uuid4().hex
+        body = await self._generate(server, rid, prompt_body(request, rid))
+        return read_prompt_reply(body, request, rid, self._vocab_size)
+
+    async def _generate(self, server: _Server, rid: str, content: bytes) -> bytes:
+        """One HTTP exchange under a fresh id; the server is told where we stop waiting."""
         server.num_running += 1
         try:
-            content = request_body(request, rid, record_routing=self._routed_shape is not None)
             status, body = await self._post(server, "/generate", content)
         except asyncio.CancelledError:
             self._abort_later(server, rid)
@@ -135,7 +156,7 @@ class SGLangSampler:
         if status != 200:
             server.last_error = f"HTTP {status}: {error_text(_text(body))}"
             raise RolloutError(f"{server.url} failed a request: {server.last_error}")
-        return read_reply(body, request, rid, self._vocab_size, routed_shape=self._routed_shape)
+        return body
 
     async def _post(self, server: _Server, path: str, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
