@@ -28,8 +28,8 @@ from megatrl.observability.trajectories import TrajectoryStore
 from megatrl.orchestration.players import scripted_player
 from megatrl.rendering.renderer import load_renderer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-DEADLINE_S = 420
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
+DEADLINE_S = 900  # for each of seven commands; a busy machine takes minutes where a quiet one takes seconds
 
 ENGINES = {
     "seed": 3,
