@@ -72,8 +72,8 @@ def measure(workload: Workload, options: argparse.Namespace) -> list[Point]:
         write_model(workload, Path(directory))
         actor = start_actor(workload, Path(directory))
 
-        def runner(packs: Any, *, temperature: float = 1.0) -> Any:
-            return target_logprobs(actor.models, actor.layout, packs, temperature=temperature)
+        def runner(packs: Any) -> Any:
+            return target_logprobs(actor.models, actor.layout, packs)
 
         try:
             return [

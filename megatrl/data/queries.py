@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatrl.data.routed_experts import ExpertArray
-from megatrl.data.samples import IntArray
+from megatrl.data.samples import FloatArray, IntArray
 from megatrl.errors import ScoringError
 
 
@@ -25,6 +25,7 @@ class PackedQueries:
     cu_seqlens: IntArray  # [S+1], starts at 0, ends at T
     rows: IntArray  # [Q], 0 <= row < T
     targets: IntArray  # [Q], token ids
+    temperatures: FloatArray | None = None  # [Q], > 0, of each question's distribution; None is 1 for all
     parents: IntArray | None = None  # [S], an earlier node, or -1 where a sequence begins at position 0
     prefix_lengths: IntArray | None = None  # [S], 1 <= length <= the parent's path; 0 without a parent
     routed_experts: ExpertArray | None = None
@@ -42,7 +43,10 @@ class PackedQueries:
             raise ScoringError(f"{len(self.rows)} rows but {len(self.targets)} targets; each question needs both")
         if len(self.rows) and not (int(self.rows.min()) >= 0 and int(self.rows.max()) < length):
             raise ScoringError(f"rows must lie in [0, {length}), got {int(self.rows.min())}..{int(self.rows.max())}")
-
+        if self.temperatures is not None and (
+            self.temperatures.shape != self.rows.shape or not bool(np.all(self.temperatures > 0))
+        ):
+            raise ScoringError(f"{len(self.rows)} questions need that many temperatures above 0")
         if self.is_forest:
             self._check_forest()
 

@@ -1,6 +1,6 @@
 """Log-probabilities that frozen and current models give to chosen next tokens, on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,8 @@ def target_logprobs(
 
     Collective over all ranks. Each data rank brings its own packs, all the same number of them (a
     one-token pack without questions fills up); the result is valid on every tensor, pipeline and context rank
-    of that data rank. Evaluation mode, no gradients, no random state moves. Raises ScoringError for
+    of that data rank. `temperature` is that of packs that bring none for their questions.
+    Evaluation mode, no gradients, no random state moves. Raises ScoringError for
     ids outside the vocabulary, NonFiniteError for a NaN or infinite result.
     """
     if not queries:
@@ -46,7 +47,8 @@ def target_logprobs(
         places, rows = packs[index].owned(torch.from_numpy(queries[index].rows).to(hidden.device))
         targets = torch.from_numpy(queries[index].targets).to(hidden.device)[places]
         answers = hidden.new_zeros(queries[index].num_questions, dtype=torch.float32)
-        answers[places] = pair_logprobs(model, hidden, rows, targets, temperature=temperature)[0]
+        for at, chosen in _by_temperature(queries[index], places, temperature):
+            answers[places[chosen]] = pair_logprobs(model, hidden, rows[chosen], targets[chosen], temperature=at)[0]
         return sum_over_context(answers, layout)
 
     answers = forward_only(models, layout, packs, read)
@@ -60,6 +62,16 @@ def target_logprobs(
     results = _split(flat.cpu().numpy(), queries)
     _require_finite(results)
     return results
+
+
+def _by_temperature(query: PackedQueries, places: Tensor, default: float) -> Iterator[tuple[float, Tensor]]:
+    """Yields each temperature that the pack asks at, in the same order on every rank, and which of `places` do."""
+    if query.temperatures is None:
+        yield default, torch.arange(len(places), device=places.device)
+        return
+    asked = torch.from_numpy(query.temperatures).to(places.device)[places]
+    for temperature in np.unique(query.temperatures).tolist():
+        yield temperature, (asked == temperature).nonzero()[:, 0]
 
 
 def _pack(query: PackedQueries, layout: Layout, shape: ModelShape) -> PackedTokens:

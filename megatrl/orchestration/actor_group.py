@@ -55,16 +55,16 @@ class ActorGroup:
     def query_runner(self, role: FrozenRole) -> QueryRunner:
         """A runner of packed queries on a frozen model, spread over the data-parallel ranks."""
 
-        def run(queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
-            return self._run_queries(role, queries, temperature)
+        def run(queries: Sequence[PackedQueries]) -> list[FloatArray]:
+            return self._run_queries(role, queries)
 
         return run
 
-    def _run_queries(self, role: FrozenRole, queries: Sequence[PackedQueries], temperature: float) -> list[FloatArray]:
+    def _run_queries(self, role: FrozenRole, queries: Sequence[PackedQueries]) -> list[FloatArray]:
         if not queries:
             return []
         split = share_over_ranks(queries, self.num_data_ranks)
-        results = self.workers.call("frozen_logprobs", role, split.shares, temperature)
+        results = self.workers.call("frozen_logprobs", role, split.shares)
         by_data_rank = dict(zip(self._data_ranks, results, strict=True))  # replicas of a rank give equal answers
         return split.merge([by_data_rank[rank] for rank in range(self.num_data_ranks)])
 

@@ -80,9 +80,7 @@ class RankWorker:
         self._meter = MeterModel(path, layout=self.actor.layout, actor=self._spec.actor)
         return self._meter.identity
 
-    def frozen_logprobs(
-        self, role: FrozenRole, queries: Sequence[Sequence[PackedQueries]], temperature: float
-    ) -> list[FloatArray]:
+    def frozen_logprobs(self, role: FrozenRole, queries: Sequence[Sequence[PackedQueries]]) -> list[FloatArray]:
         """Log-probabilities that a frozen model gives to this data rank's queries, [Q] for each.
 
         `queries[d]` belongs to data-parallel rank d; all have the same length.
@@ -90,10 +88,10 @@ class RankWorker:
         mine = queries[self.actor.layout.data_rank]
         if role == "meter":
             assert self._meter is not None, "load_meter comes first"
-            return self._meter.target_logprobs(mine, temperature=temperature)
+            return self._meter.target_logprobs(mine)
         assert self._reference is not None, "freeze_reference comes first"
         with self._reference.swapped_into([unwrap(model) for model in self.actor.models]):
-            return target_logprobs(self.actor.models, self.actor.layout, mine, temperature=temperature)
+            return target_logprobs(self.actor.models, self.actor.layout, mine)
 
     def connect_servers(self, publish: PublishConfig, servers: ServerConfig, directory: str) -> None:
         """Rank 0 will talk to the servers; the others only take part in gathering. The name map is built here."""

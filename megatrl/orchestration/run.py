@@ -33,6 +33,7 @@ from megatrl.orchestration.replay import RecordedRollout
 from megatrl.orchestration.scorers import MeterScorer, NullMeter, NullProbe, NullReference, Scorers
 from megatrl.orchestration.weight_sync import NullWeightSync, ProvenWeightSync, WeightSync
 from megatrl.rendering.renderer import Renderer, load_renderer
+from megatrl.scoring.backends import branch_backend
 from megatrl.scoring.reference_probe import ReferenceProbe
 
 
@@ -250,12 +251,13 @@ def make_scorers(
         identities["reference"] = actor.freeze_reference()
         probe = ReferenceProbe(
             codec=renderer,
-            runner=actor.query_runner("reference"),
-            microbatch_tokens=budget,
+            backend=branch_backend(
+                recipe.scoring.backend, runner=actor.query_runner("reference"), microbatch_tokens=budget
+            ),
             max_sequence_tokens=read_model_shape(start).max_positions,
             policy_temperature=recipe.rollout.sampling.temperature,
             use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
-            backend=recipe.scoring.backend,
+            reads_policy=recipe.loss.kl_coefficient > 0,
         )
     scorer: MeterScorer = NullMeter()
     close: Callable[[], None] = _nothing

@@ -6,9 +6,7 @@ from megatrl.scoring.independent import IndependentBackend, QueryRunner
 from megatrl.scoring.tree import TreeBackend
 
 
-def branch_backend(
-    kind: ScoringBackend, *, runner: QueryRunner, microbatch_tokens: int, temperature: float = 1.0
-) -> BranchBackend:
+def branch_backend(kind: ScoringBackend, *, runner: QueryRunner, microbatch_tokens: int) -> BranchBackend:
     """The backend of a recipe's `scoring.backend`; all of them agree to rounding."""
     backend = TreeBackend if kind == "tree" else IndependentBackend
-    return backend(runner=runner, microbatch_tokens=microbatch_tokens, temperature=temperature)
+    return backend(runner=runner, microbatch_tokens=microbatch_tokens)

@@ -29,6 +29,8 @@ class Branch:
 
     tokens: tuple[int, ...]
     targets: tuple[tuple[int, ...], ...]
+    temperature: float = 1.0
+    """p = softmax(logits / temperature), at every target of the branch."""
 
     def __post_init__(self) -> None:
         if len(self.targets) > len(self.tokens) + 1:

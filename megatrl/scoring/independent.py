@@ -5,9 +5,9 @@ for short trajectories. Cost: sum over boundaries of (prefix + branch) tokens.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,11 @@ from megatrl.scoring.branches import TrunkLogprobs, TrunkQuery
 class QueryRunner(Protocol):
     """Runs a frozen model over packed queries: one array [Q] of logprobs for each of them, in order."""
 
-    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> Sequence[FloatArray]: ...
+    def __call__(self, queries: Sequence[PackedQueries]) -> Sequence[FloatArray]: ...
+
+
+Question = tuple[int, int, float]
+"""(row, target, temperature)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class QueryPlan:
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
     tokens: np.ndarray
-    questions: dict[tuple[int, int], list[tuple[int, int, int, int, int]]]  # (row, target) -> who asked
+    questions: dict[Question, list[tuple[int, int, int, int, int]]]  # -> who asked
 
 
 def plan_queries(queries: Sequence[TrunkQuery], *, microbatch_tokens: int) -> QueryPlan:
@@ -56,30 +60,38 @@ def plan_queries(queries: Sequence[TrunkQuery], *, microbatch_tokens: int) -> Qu
                 sequence = sequences.setdefault(key, _Sequence(tokens=tokens, questions={}))
                 for j, targets in enumerate(branch.targets):
                     for i, target in enumerate(targets):
-                        question = (boundary + j - 1, target)
+                        question = (boundary + j - 1, target, branch.temperature)
                         sequence.questions.setdefault(question, []).append((q, b, n, j, i))
 
     packed: list[PackedQueries] = []
     places: dict[tuple[int, int, int, int, int], tuple[int, int]] = {}
     for group in _pack(sorted(sequences.values(), key=lambda s: -len(s.tokens)), microbatch_tokens):
-        offset, starts, rows, targets = 0, [0], [], []
+        offset, starts, questions = 0, [0], []
         for sequence in group:
-            for (row, target), askers in sequence.questions.items():
-                places.update(dict.fromkeys(askers, (len(packed), len(rows))))
-                rows.append(offset + row)
-                targets.append(target)
+            for (row, target, temperature), askers in sequence.questions.items():
+                places.update(dict.fromkeys(askers, (len(packed), len(questions))))
+                questions.append((offset + row, target, temperature))
             offset += len(sequence.tokens)
             starts.append(offset)
         packed.append(
             PackedQueries(
                 tokens=np.concatenate([sequence.tokens for sequence in group]),
                 cu_seqlens=np.asarray(starts, dtype=np.int64),
-                rows=np.asarray(rows, dtype=np.int64),
-                targets=np.asarray(targets, dtype=np.int64),
+                **question_arrays(questions),
             )
         )
     num_tokens = sum(len(p.tokens) for p in packed)
     return QueryPlan(packed=tuple(packed), places=places, num_sequences=len(sequences), num_tokens=num_tokens)
+
+
+def question_arrays(questions: Collection[Question]) -> dict[str, Any]:
+    """The fields of PackedQueries that hold the questions."""
+    rows, targets, temperatures = zip(*questions, strict=True)
+    return {
+        "rows": np.asarray(rows, dtype=np.int64),
+        "targets": np.asarray(targets, dtype=np.int64),
+        "temperatures": np.asarray(temperatures) if set(temperatures) != {1.0} else None,
+    }
 
 
 def _pack(sequences: Sequence[_Sequence], microbatch_tokens: int) -> list[list[_Sequence]]:
@@ -135,10 +147,9 @@ class IndependentBackend:
 
     runner: QueryRunner
     microbatch_tokens: int
-    temperature: float = 1.0
 
     def score(self, queries: Sequence[TrunkQuery]) -> tuple[TrunkLogprobs, ...]:
         """One TrunkLogprobs for each query. Collective over the runner's workers; no queries, no call."""
         plan = plan_queries(queries, microbatch_tokens=self.microbatch_tokens)
-        results = self.runner(plan.packed, temperature=self.temperature) if plan.packed else ()
+        results = self.runner(plan.packed) if plan.packed else ()
         return unpack(queries, plan, results)

@@ -9,21 +9,25 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from megatrl.algorithms.trace import best_alias_logprobs, mean_answer_logprob
-from megatrl.config.scoring import ScoringBackend
 from megatrl.data.samples import FloatArray
 from megatrl.data.scores import AnswerScore
 from megatrl.data.states import segment_tokens, trajectory_states
-from megatrl.data.trajectories import PromptGroup, Trajectory, TrajectoryId
+from megatrl.data.trajectories import PromptGroup, Segment, Trajectory, TrajectoryId
 from megatrl.errors import ScoringError
-from megatrl.scoring.backends import branch_backend
-from megatrl.scoring.branches import Branch, TrunkLogprobs, TrunkQuery, answer_branch, answer_logprobs
-from megatrl.scoring.independent import QueryRunner
+from megatrl.scoring.branches import (
+    Branch,
+    BranchBackend,
+    TrunkLogprobs,
+    TrunkQuery,
+    answer_branch,
+    answer_logprobs,
+)
 
 MAX_CACHED_STATES = 100_000
 """Scores of first states kept over the run, oldest dropped first."""
@@ -31,6 +35,8 @@ MAX_CACHED_STATES = 100_000
 
 _Place = tuple[int, int, int] | float
 """Where a state's value is: (query, boundary, branch) of the results, or the cached value itself."""
+_Golds = tuple[tuple[int, ...], ...]
+"""Token ids of each gold answer: the canonical one alone, or all aliases."""
 
 
 class AnswerCodec(Protocol):
@@ -44,9 +50,13 @@ class AnswerCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scorable:
-    trajectory: Trajectory
-    golds: tuple[tuple[int, ...], ...]  # token ids; the canonical answer alone, or all aliases
+class _Asked:
+    """Questions of one pass over the trajectories, and where their answers will be."""
+
+    queries: list[TrunkQuery] = field(default_factory=list)
+    states: dict[TrajectoryId, list[list[_Place]]] = field(default_factory=dict)  # [gold][state]
+    policy: dict[tuple[TrajectoryId, int], tuple[int, int]] = field(default_factory=dict)
+    """(trajectory, segment) -> (query, boundary)"""
 
 
 class ReferenceProbe:
@@ -55,86 +65,78 @@ class ReferenceProbe:
     The wrapper ids are fixed when the probe is made and the same at every state; each gold is encoded
     on its own, so its number of tokens is constant over the states. Answers are scored at temperature 1,
     policy tokens at `policy_temperature`, which must be the one of the actor's logprobs.
+    A probe belongs to one model: it remembers values of first states for as long as it lives.
     """
 
     def __init__(
         self,
         *,
         codec: AnswerCodec,
-        runner: QueryRunner,
-        microbatch_tokens: int,
+        backend: BranchBackend,
         max_sequence_tokens: int,
         use_aliases: bool = False,
         policy_temperature: float = 1.0,
-        backend: ScoringBackend = "independent",
+        reads_policy: bool = False,
     ) -> None:
+        """With `reads_policy`, `score` asks for the policy's own tokens in the same pass over each trajectory,
+        and `reference_logprobs` of the same trajectories then costs nothing.
+        """
         self._codec = codec
+        self._backend = backend
         self._max_sequence_tokens = max_sequence_tokens
         self._use_aliases = use_aliases
-        self._backend = branch_backend(backend, runner=runner, microbatch_tokens=microbatch_tokens)
-        self._policy_backend = branch_backend(
-            backend, runner=runner, microbatch_tokens=microbatch_tokens, temperature=policy_temperature
-        )
+        self._policy_temperature = policy_temperature
+        self._reads_policy = reads_policy
         self._wrapper = codec.answer_wrapper()
         self._first_state_cache: dict[bytes, float] = {}
+        self._read: dict[TrajectoryId, tuple[Trajectory, tuple[FloatArray, ...]]] = {}
 
     def score(self, groups: Sequence[PromptGroup]) -> tuple[dict[TrajectoryId, AnswerScore], dict[str, float]]:
         """l_k at every state of every trajectory with a known outcome, and shares for the metrics.
 
         Trajectories without a usable gold answer, or with a state that would not fit the model, get
         no values and a reason. A prefix is never cut: it would make the states incomparable.
-        Collective over the runner's workers. Raises ScoringError for a value that is no log-probability.
+        Collective over the backend. Raises ScoringError for a value that is no log-probability.
         """
+        trajectories = _trainable(groups)
         answers: dict[TrajectoryId, AnswerScore] = {}
-        scorable: list[_Scorable] = []
-        for trajectory in (t for group in groups for t in group.trajectories if t.is_trainable):
-            golds, skipped = self._golds(trajectory)
-            if skipped:
-                answers[trajectory.id] = AnswerScore(logprobs=(), skipped=skipped)
-            else:
-                scorable.append(_Scorable(trajectory=trajectory, golds=golds))
+        golds: dict[TrajectoryId, _Golds] = {}
+        for trajectory in trajectories:
+            golds[trajectory.id], skipped = self._golds(trajectory)
+            answers[trajectory.id] = AnswerScore(logprobs=(), skipped=skipped)
+        asked = self._ask(trajectories, golds, with_policy=self._reads_policy)
+        results = self._backend.score(asked.queries)
+        self._read = self._policy_logprobs(trajectories, asked, results) if self._reads_policy else {}
 
-        values = self._score_states(scorable)
-        for item, per_gold in zip(scorable, values, strict=True):
+        scorable = [trajectory for trajectory in trajectories if golds[trajectory.id]]
+        for trajectory in scorable:
+            per_gold = [[self._value(place, results) for place in places] for places in asked.states[trajectory.id]]
+            self._remember_first_state(trajectory, golds[trajectory.id], per_gold)
             # Max over aliases at each state on its own: the value stays a function of the state.
             logprobs = tuple(best_alias_logprobs(per_gold).tolist())
             for state, logprob in enumerate(logprobs):
                 if not math.isfinite(logprob) or logprob > 1e-6:
                     raise ScoringError(
-                        f"trajectory {item.trajectory.id} state {state}: mean gold logprob is {logprob!r}; it must be "
+                        f"trajectory {trajectory.id} state {state}: mean gold logprob is {logprob!r}; it must be "
                         "finite and <= 0. Check the reference weights and numerics"
                     )
-            answers[item.trajectory.id] = AnswerScore(logprobs=logprobs)
+            answers[trajectory.id] = AnswerScore(logprobs=logprobs)
         return answers, self._metrics(answers, scorable)
 
     def reference_logprobs(self, groups: Sequence[PromptGroup]) -> dict[TrajectoryId, tuple[FloatArray, ...]]:
         """Reference logprobs of the policy's own tokens, for the KL term: one array [T] for each segment.
 
         Aligned to `segment.tokens`, 0 outside the actions, at the policy's temperature. Collective over
-        the runner's workers.
+        the backend, unless `score` has just read these trajectories.
         """
-        trajectories = [t for group in groups for t in group.trajectories if t.is_trainable]
-        places = [
-            (trajectory, index)
-            for trajectory in trajectories
-            for index, segment in enumerate(trajectory.segments)
-            if segment.num_action_tokens
-        ]
-        queries = [_policy_query(trajectory, index) for trajectory, index in places]
-        arrays = {
-            (trajectory.id, index): np.zeros(len(segment.tokens))
-            for trajectory in trajectories
-            for index, segment in enumerate(trajectory.segments)
-        }
-        results = self._policy_backend.score(queries)
-        for (trajectory, index), query, result in zip(places, queries, results, strict=True):
-            array = arrays[trajectory.id, index]
-            for offset, position in enumerate(result[0][0]):
-                if position:
-                    array[query.boundaries[0] + offset] = position[0]
-        return {t.id: tuple(arrays[t.id, index] for index in range(len(t.segments))) for t in trajectories}
+        trajectories = _trainable(groups)
+        read, self._read = self._read, {}
+        if not all(t.id in read and read[t.id][0] is t for t in trajectories):
+            asked = self._ask(trajectories, {}, with_policy=True)
+            read = self._policy_logprobs(trajectories, asked, self._backend.score(asked.queries))
+        return {t.id: read[t.id][1] for t in trajectories}
 
-    def _golds(self, trajectory: Trajectory) -> tuple[tuple[tuple[int, ...], ...], str]:
+    def _golds(self, trajectory: Trajectory) -> tuple[_Golds, str]:
         """Token ids of the gold answers to score, or why there are none."""
         if not trajectory.gold_answers:
             return (), "missing_gold"
@@ -148,38 +150,58 @@ class ReferenceProbe:
         longest = longest_state + len(self._wrapper) + max(len(gold) for gold in golds)
         return (golds, "") if longest <= self._max_sequence_tokens else ((), "overlong")
 
-    def _score_states(self, scorable: Sequence[_Scorable]) -> list[list[list[float]]]:
-        """[trajectory][gold][state] mean logprobs; first states come from the cache where known."""
-        queries: list[TrunkQuery] = []
-        askers: list[list[list[_Place]]] = []
-        for item in scorable:
-            states = trajectory_states(item.trajectory)
-            places: list[list[_Place]] = [[] for _ in item.golds]
-            for index, segment in enumerate(item.trajectory.segments):
-                trunk = segment_tokens(segment)
+    def _ask(
+        self, trajectories: Sequence[Trajectory], golds: Mapping[TrajectoryId, _Golds], *, with_policy: bool
+    ) -> _Asked:
+        """One query for each segment: its gold answers at every state, then the policy's own tokens."""
+        asked = _Asked()
+        for trajectory in trajectories:
+            answers = golds.get(trajectory.id, ())
+            places = asked.states[trajectory.id] = [[] for _ in answers]
+            states = trajectory_states(trajectory) if answers else ()
+            for index, segment in enumerate(trajectory.segments):
+                number, trunk = len(asked.queries), segment_tokens(segment)
                 boundaries: list[int] = []
                 branches: list[tuple[Branch, ...]] = []
                 for state in (s for s in states if s.segment_index == index):
-                    prefix = trunk[: state.length]
                     missing: list[Branch] = []
-                    for number, gold in enumerate(item.golds):
-                        cached = self._first_state_cache.get(_digest(prefix, gold)) if state.turn_index == 0 else None
+                    for gold, of_gold in zip(answers, places, strict=True):
+                        is_first = state.turn_index == 0
+                        cached = self._first_state_cache.get(_digest(trunk[: state.length], gold)) if is_first else None
                         if cached is not None:
-                            places[number].append(cached)
+                            of_gold.append(cached)
                         else:
-                            places[number].append((len(queries), len(boundaries), len(missing)))
+                            of_gold.append((number, len(boundaries), len(missing)))
                             missing.append(answer_branch(self._wrapper, gold))
                     if missing:
                         boundaries.append(state.length)
                         branches.append(tuple(missing))
+                if with_policy and segment.num_action_tokens:
+                    asked.policy[trajectory.id, index] = (number, len(boundaries))
+                    boundaries.append(len(segment.turns[0].observation_tokens))
+                    branches.append((_policy_branch(segment, self._policy_temperature),))
                 if boundaries:
-                    queries.append(TrunkQuery(trunk=trunk, boundaries=tuple(boundaries), branches=tuple(branches)))
-            askers.append(places)
+                    asked.queries.append(
+                        TrunkQuery(trunk=trunk, boundaries=tuple(boundaries), branches=tuple(branches))
+                    )
+        return asked
 
-        results = self._backend.score(queries)
-        values = [[[self._value(place, results) for place in per_gold] for per_gold in places] for places in askers]
-        self._remember_first_states(scorable, values)
-        return values
+    @staticmethod
+    def _policy_logprobs(
+        trajectories: Sequence[Trajectory], asked: _Asked, results: Sequence[TrunkLogprobs]
+    ) -> dict[TrajectoryId, tuple[Trajectory, tuple[FloatArray, ...]]]:
+        """Each trajectory with its arrays [T], one for each segment."""
+        read: dict[TrajectoryId, tuple[Trajectory, tuple[FloatArray, ...]]] = {}
+        for trajectory in trajectories:
+            arrays = tuple(np.zeros(len(segment.tokens)) for segment in trajectory.segments)
+            for index, (segment, array) in enumerate(zip(trajectory.segments, arrays, strict=True)):
+                if (trajectory.id, index) in asked.policy:
+                    query, boundary = asked.policy[trajectory.id, index]
+                    for offset, position in enumerate(results[query][boundary][0]):
+                        if position:
+                            array[len(segment.turns[0].observation_tokens) + offset] = position[0]
+            read[trajectory.id] = (trajectory, arrays)
+        return read
 
     def _value(self, place: _Place, results: Sequence[TrunkLogprobs]) -> float:
         if not isinstance(place, tuple):
@@ -188,24 +210,21 @@ class ReferenceProbe:
         logprobs = answer_logprobs(self._wrapper, results[query][boundary][branch])
         return mean_answer_logprob(logprobs)
 
-    def _remember_first_states(
-        self, scorable: Sequence[_Scorable], values: Sequence[Sequence[Sequence[float]]]
-    ) -> None:
-        for item, per_gold in zip(scorable, values, strict=True):
-            prompt = item.trajectory.segments[0].turns[0].observation_tokens
-            for gold, logprobs in zip(item.golds, per_gold, strict=True):
-                self._first_state_cache[_digest(prompt, gold)] = logprobs[0]
+    def _remember_first_state(self, trajectory: Trajectory, golds: _Golds, per_gold: Sequence[Sequence[float]]) -> None:
+        prompt = trajectory.segments[0].turns[0].observation_tokens
+        for gold, logprobs in zip(golds, per_gold, strict=True):
+            self._first_state_cache[_digest(prompt, gold)] = logprobs[0]
         while len(self._first_state_cache) > MAX_CACHED_STATES:
             del self._first_state_cache[next(iter(self._first_state_cache))]
 
-    def _metrics(self, answers: Mapping[TrajectoryId, AnswerScore], scorable: Sequence[_Scorable]) -> dict[str, float]:
+    def _metrics(self, answers: Mapping[TrajectoryId, AnswerScore], scorable: Sequence[Trajectory]) -> dict[str, float]:
         """Shares over the trajectories looked at: skipped by reason, and gold seen in what the policy read."""
         reasons = Counter(score.skipped for score in answers.values())
         total = max(len(answers), 1)
         in_observation = in_prompt = 0
-        for item in scorable:
-            gold = item.trajectory.gold_answers[0].strip().casefold()
-            prompt, *later = self._observations(item.trajectory)
+        for trajectory in scorable:
+            gold = trajectory.gold_answers[0].strip().casefold()
+            prompt, *later = self._observations(trajectory)
             in_prompt += gold in prompt
             in_observation += any(gold in text for text in later)
         return {
@@ -229,14 +248,15 @@ def _digest(prompt: tuple[int, ...], gold: tuple[int, ...]) -> bytes:
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
-def _policy_query(trajectory: Trajectory, segment_index: int) -> TrunkQuery:
-    """The segment after its first observation as one branch; targets are the action tokens themselves."""
-    segment = trajectory.segments[segment_index]
-    tokens = segment.tokens
+def _trainable(groups: Sequence[PromptGroup]) -> list[Trajectory]:
+    return [t for group in groups for t in group.trajectories if t.is_trainable]
+
+
+def _policy_branch(segment: Segment, temperature: float) -> Branch:
+    """The segment after its first observation; targets are the action tokens themselves."""
     targets: list[tuple[int, ...]] = []
     for turn in segment.turns:
         targets += [()] * len(turn.observation_tokens)
         targets += [(token,) for token in turn.action_tokens]
     boundary = len(segment.turns[0].observation_tokens)
-    branch = Branch(tokens=tokens[boundary:-1], targets=tuple(targets[boundary:]))
-    return TrunkQuery(trunk=tokens[:boundary], boundaries=(boundary,), branches=((branch,),))
+    return Branch(tokens=segment.tokens[boundary:-1], targets=tuple(targets[boundary:]), temperature=temperature)

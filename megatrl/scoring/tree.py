@@ -1,7 +1,8 @@
 """The tree backend: trunks and branches share what they have in common, so K boundaries cost one forward pass.
 
 Trunks that begin alike (a group's trajectories after their prompt) share that beginning; a branch
-continues its trunk at the boundary, and branches of one boundary share their common lead. Cost: N tokens of
+continues its trunk at the boundary, shares what the trunk itself goes on with there (all of it, where the
+policy's own tokens are asked about), and branches of one boundary share their common lead. Cost: N tokens of
 trunk and m for each branch, less what is shared, instead of the sum over boundaries of (prefix + branch).
 """
 
@@ -14,7 +15,7 @@ import numpy as np
 from megatrl.data.queries import PackedQueries
 from megatrl.data.samples import IntArray
 from megatrl.scoring.branches import TrunkLogprobs, TrunkQuery
-from megatrl.scoring.independent import QueryPlan, QueryRunner, unpack
+from megatrl.scoring.independent import QueryPlan, QueryRunner, Question, question_arrays, unpack
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,24 @@ class _Node:
         return node
 
 
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A TrunkQuery's tokens as arrays: comparing and slicing tuples of 40,000 tokens would be most of the planning."""
+
+    trunk: IntArray
+    branches: tuple[tuple[int, tuple[IntArray, ...]], ...]  # (boundary, tokens of its branches)
+
+    @classmethod
+    def of(cls, query: TrunkQuery) -> "_Query":
+        return cls(
+            np.asarray(query.trunk[: max(query.boundaries)], dtype=np.int64),  # nobody asks behind the last boundary
+            tuple(
+                (boundary, tuple(np.asarray(branch.tokens, dtype=np.int64) for branch in branches))
+                for boundary, branches in zip(query.boundaries, query.branches, strict=True)
+            ),
+        )
+
+
 @dataclass(slots=True)
 class _Forest:
     """One pack while it is being laid out."""
@@ -47,7 +66,7 @@ class _Forest:
     """First token -> the trunks that begin with it, whole, and where they end."""
     leads: dict[tuple[int, int], list[tuple[IntArray, _Node]]] = field(default_factory=lambda: defaultdict(list))
     """(id of the node that holds the boundary, boundary) -> the branches there, and where they end."""
-    questions: dict[tuple[int, int], int] = field(default_factory=dict)  # (row, target) -> index
+    questions: dict[Question, int] = field(default_factory=dict)  # -> index
 
     def trunk(self, tokens: IntArray) -> _Node | None:
         """The node that ends the trunk's path; None for an empty trunk."""
@@ -60,39 +79,46 @@ class _Forest:
         alike.append((tokens, end))
         return end
 
-    def branch(self, trunk: _Node | None, boundary: int, tokens: IntArray) -> _Node | None:
-        """The node that ends the path of a branch; shares the longest beginning with the others at its boundary."""
+    def branch(self, trunk: _Node | None, rest: IntArray, boundary: int, tokens: IntArray) -> _Node | None:
+        """The node that ends the path of a branch.
+
+        It shares the longest beginning with `rest`, the trunk's own tokens from the boundary on, or with
+        another branch at its boundary.
+        """
         host = trunk.owner(boundary) if trunk is not None else None
         alike = self.leads[id(host), boundary]
-        shared, at = max(((_common(tokens, other), node) for other, node in alike), key=_length, default=(0, None))
+        others = ((_common(tokens, other), node) for other, node in alike)
+        shared, at = max(others, key=_length, default=(0, None))
+        along = _common(tokens, rest)
+        if along > shared:
+            shared, at = along, trunk
         end = self._grow(at if shared else host, boundary + shared, tokens[shared:])
         if end is not None:
             alike.append((tokens, end))
         return end
 
-    def cost(self, query: TrunkQuery) -> int:
+    def cost(self, query: _Query) -> int:
         """Tokens that the query would add at most."""
-        tokens = np.asarray(query.trunk, dtype=np.int64)
-        alike = self.trunks.get(int(tokens[0]), []) if len(tokens) else []
-        shared = max((_common(tokens, other) for other, _ in alike), default=0)
-        distinct = {(b, branch.tokens) for b, at in zip(query.boundaries, query.branches, strict=True) for branch in at}
-        return len(tokens) - shared + sum(len(branch) for _, branch in distinct)
+        trunk = query.trunk
+        alike = self.trunks.get(int(trunk[0]), []) if len(trunk) else []
+        shared = max((_common(trunk, other) for other, _ in alike), default=0)
+        distinct = {(b, tokens.tobytes()): tokens for b, here in query.branches for tokens in here}
+        own = sum(len(tokens) - _common(tokens, trunk[b:]) for (b, _), tokens in distinct.items())
+        return len(trunk) - shared + own
 
-    def ask(self, end: _Node, length: int, target: int) -> int:
+    def ask(self, end: _Node, length: int, target: int, temperature: float) -> int:
         """Index of the question for `target` after the first `length` tokens of a path."""
         owner = end.owner(length)
         assert owner is not None, "a target after an empty prefix is refused by TrunkQuery"
         row = owner.begin + length - 1 - owner.prefix
-        return self.questions.setdefault((row, target), len(self.questions))
+        return self.questions.setdefault((row, target, temperature), len(self.questions))
 
     def packed(self) -> PackedQueries:
         places = {id(node): place for place, node in enumerate(self.nodes)}
-        rows, targets = zip(*self.questions, strict=True)
         return PackedQueries(
             tokens=np.concatenate([node.tokens for node in self.nodes]),
             cu_seqlens=np.cumsum([0, *(len(node.tokens) for node in self.nodes)]).astype(np.int64),
-            rows=np.asarray(rows, dtype=np.int64),
-            targets=np.asarray(targets, dtype=np.int64),
+            **question_arrays(self.questions),
             parents=np.asarray([places[id(n.parent)] if n.parent else -1 for n in self.nodes], dtype=np.int64),
             prefix_lengths=np.asarray([node.prefix for node in self.nodes], dtype=np.int64),
         )
@@ -118,17 +144,19 @@ def plan_forest(queries: Sequence[TrunkQuery], *, microbatch_tokens: int) -> Que
     for q, query in enumerate(queries):
         if not any(query.branches):
             continue
-        if not forests or forests[-1].num_tokens + forests[-1].cost(query) > microbatch_tokens:
+        arrays = _Query.of(query)
+        if not forests or forests[-1].num_tokens + forests[-1].cost(arrays) > microbatch_tokens:
             forests.append(_Forest())
         forest = forests[-1]
-        trunk = forest.trunk(np.asarray(query.trunk, dtype=np.int64))
-        for b, (boundary, branches) in enumerate(zip(query.boundaries, query.branches, strict=True)):
-            for n, branch in enumerate(branches):
-                end = forest.branch(trunk, boundary, np.asarray(branch.tokens, dtype=np.int64))
+        trunk = forest.trunk(arrays.trunk)
+        for b, (boundary, here) in enumerate(arrays.branches):
+            for n, (tokens, branch) in enumerate(zip(here, query.branches[b], strict=True)):
+                end = forest.branch(trunk, arrays.trunk[boundary:], boundary, tokens)
                 for j, targets in enumerate(branch.targets):
                     for i, target in enumerate(targets):
                         assert end is not None, "a target needs a row before it"
-                        places[q, b, n, j, i] = (len(forests) - 1, forest.ask(end, boundary + j, target))
+                        question = forest.ask(end, boundary + j, target, branch.temperature)
+                        places[q, b, n, j, i] = (len(forests) - 1, question)
     packed = tuple(forest.packed() for forest in forests)
     return QueryPlan(
         packed=packed,
@@ -144,20 +172,24 @@ class TreeBackend:
 
     runner: QueryRunner
     microbatch_tokens: int
-    temperature: float = 1.0
 
     def score(self, queries: Sequence[TrunkQuery]) -> tuple[TrunkLogprobs, ...]:
         """One TrunkLogprobs for each query. Collective over the runner's workers; no queries, no call."""
         plan = plan_forest(queries, microbatch_tokens=self.microbatch_tokens)
-        results = self.runner(plan.packed, temperature=self.temperature) if plan.packed else ()
+        results = self.runner(plan.packed) if plan.packed else ()
         return unpack(queries, plan, results)
 
 
 def _common(first: IntArray, second: IntArray) -> int:
-    """Number of leading tokens that two sequences share."""
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length
+    """Number of leading tokens that two sequences share; the work grows with that number, not with their lengths."""
+    length, begin, step = min(len(first), len(second)), 0, 64
+    while begin < length:
+        end = min(begin + step, length)
+        differs = first[begin:end] != second[begin:end]
+        if differs.any():
+            return begin + int(differs.argmax())
+        begin, step = end, 4 * step
+    return length
 
 
 def _length(found: tuple[int, _Node | None]) -> int:

@@ -78,7 +78,7 @@ class Rank:
         if name == "reset":
             return worker.actor.reset_optimizer()
         if name in ("reference", "meter"):
-            return [values.tolist() for values in worker.frozen_logprobs(name, self.queries, 1.0)]  # type: ignore[arg-type]
+            return [values.tolist() for values in worker.frozen_logprobs(name, self.queries)]  # type: ignore[arg-type]
         if name == "export":
             return [float(tensor.double().sum()) for _, tensor in worker.actor.iter_hf_weights()]
         return worker.parameter_hash()

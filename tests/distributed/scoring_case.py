@@ -37,7 +37,10 @@ def group() -> PromptGroup:
 
 def build_probe(runner: QueryRunner) -> ReferenceProbe:
     return ReferenceProbe(
-        codec=CODEC, runner=runner, microbatch_tokens=37, max_sequence_tokens=256, policy_temperature=0.7
+        codec=CODEC,
+        backend=IndependentBackend(runner=runner, microbatch_tokens=37),
+        max_sequence_tokens=256,
+        policy_temperature=0.7,
     )
 
 

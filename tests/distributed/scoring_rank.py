@@ -45,9 +45,9 @@ def score(run: dict[str, Any], rank: int) -> dict[str, Any]:
     for model in worker.models:
         model.train()
 
-    def swapped(queries: Any, *, temperature: float = 1.0) -> Any:
+    def swapped(queries: Any) -> Any:
         with frozen.swapped_into(worker.models):
-            return target_logprobs(worker.models, worker.layout, queries, temperature=temperature)
+            return target_logprobs(worker.models, worker.layout, queries)
 
     before = worker.parameter_hash()
     addresses = _addresses(worker)

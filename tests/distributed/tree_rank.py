@@ -67,9 +67,9 @@ def compare(run: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     tokens: dict[str, int] = {}
 
     def runner(name: str) -> Any:
-        def forward(packs: Any, *, temperature: float = 1.0) -> Any:
+        def forward(packs: Any) -> Any:
             tokens[name] = tokens.get(name, 0) + sum(len(pack.tokens) for pack in packs)
-            return target_logprobs(worker.models, worker.layout, packs, temperature=temperature)
+            return target_logprobs(worker.models, worker.layout, packs)
 
         return forward
 

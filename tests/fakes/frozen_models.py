@@ -46,11 +46,9 @@ class PrefixRunner:
     def __init__(self, logprob: Callable[[tuple[int, ...], int], float]) -> None:
         self._logprob = logprob
         self.calls: list[tuple[PackedQueries, ...]] = []
-        self.temperatures: list[float] = []
 
-    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
+    def __call__(self, queries: Sequence[PackedQueries]) -> list[FloatArray]:
         self.calls.append(tuple(queries))
-        self.temperatures.append(temperature)
         return [
             np.asarray([self._answer(q, int(r), int(t)) for r, t in zip(q.rows, q.targets, strict=True)])
             for q in queries
@@ -62,6 +60,16 @@ class PrefixRunner:
     @property
     def num_sequences(self) -> int:
         return sum(len(q.cu_seqlens) - 1 for call in self.calls for q in call)
+
+    @property
+    def temperatures(self) -> set[float]:
+        """Of all questions so far."""
+        return {t for call in self.calls for q in call for t in temperatures_of(q)}
+
+
+def temperatures_of(packed: PackedQueries) -> list[float]:
+    """Of each question."""
+    return [1.0] * packed.num_questions if packed.temperatures is None else packed.temperatures.tolist()
 
 
 def path_of(packed: PackedQueries, row: int) -> list[int]:
@@ -82,14 +90,17 @@ class TransformersRunner:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def __call__(self, queries: Sequence[PackedQueries], *, temperature: float = 1.0) -> list[FloatArray]:
+    def __call__(self, queries: Sequence[PackedQueries]) -> list[FloatArray]:
         results = []
         for packed in queries:
             result = np.full(packed.num_questions, np.nan)
+            temperatures = np.asarray(temperatures_of(packed))
             for start, end in zip(packed.cu_seqlens[:-1], packed.cu_seqlens[1:], strict=True):
-                logprobs = next_token_logprobs(self._model, packed.tokens[start:end].tolist(), temperature)
                 mine = (packed.rows >= start) & (packed.rows < end)
-                result[mine] = logprobs[packed.rows[mine] - start, packed.targets[mine]].numpy()
+                for temperature in np.unique(temperatures[mine]):
+                    logprobs = next_token_logprobs(self._model, packed.tokens[start:end].tolist(), float(temperature))
+                    these = mine & (temperatures == temperature)
+                    result[these] = logprobs[packed.rows[these] - start, packed.targets[these]].numpy()
             results.append(result)
         return results
 

@@ -61,7 +61,9 @@ def continuation_logprobs(model, prefix, continuation, temperature=1.0):
 @pytest.mark.parametrize("microbatch_tokens", [1, 4096])
 def test_the_probe_gives_the_mean_gold_logprob_of_a_plain_forward(model, gold, microbatch_tokens):
     probe = ReferenceProbe(
-        codec=CODEC, runner=TransformersRunner(model), microbatch_tokens=microbatch_tokens, max_sequence_tokens=64
+        codec=CODEC,
+        backend=IndependentBackend(runner=TransformersRunner(model), microbatch_tokens=microbatch_tokens),
+        max_sequence_tokens=64,
     )
     trajectory = make_trajectory(TURNS, gold_answers=(gold,), trailing=(11,))
     (score,) = probe.score([make_group(trajectory)])[0].values()
@@ -74,8 +76,7 @@ def test_the_probe_gives_the_mean_gold_logprob_of_a_plain_forward(model, gold, m
 def test_reference_logprobs_are_those_of_one_plain_forward(model):
     probe = ReferenceProbe(
         codec=CODEC,
-        runner=TransformersRunner(model),
-        microbatch_tokens=64,
+        backend=IndependentBackend(runner=TransformersRunner(model), microbatch_tokens=64),
         max_sequence_tokens=64,
         policy_temperature=0.7,
     )

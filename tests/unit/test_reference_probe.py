@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatrl.errors import ScoringError
+from megatrl.scoring.backends import branch_backend
 from megatrl.scoring.reference_probe import ReferenceProbe
 from tests.fakes.frozen_models import PrefixRunner, WordCodec, make_group, make_trajectory
 
@@ -11,10 +12,10 @@ CODEC = WordCodec(["task", "look", "see", "red", "blue", "green", "1", "2", "3",
 TASK, LOOK, RED, BLUE, END = (CODEC.encode(w)[0] for w in ("task", "look", "red", "blue", "<end>"))
 
 
-def probe(logprob, *, codec=CODEC, **options):
-    settings = {"microbatch_tokens": 64, "max_sequence_tokens": 64, **options}
+def probe(logprob, *, kind="independent", **options):
     runner = PrefixRunner(logprob)
-    return ReferenceProbe(codec=codec, runner=runner, **settings), runner
+    backend = branch_backend(kind, runner=runner, microbatch_tokens=64)
+    return ReferenceProbe(codec=CODEC, backend=backend, **{"max_sequence_tokens": 64, **options}), runner
 
 
 def constant(prefix, target):
@@ -167,7 +168,7 @@ def test_reference_logprobs_are_aligned_to_the_tokens_and_zero_outside_actions()
     # Segment 0 is task look <end> blue look <end>; the logprob of token t is read after t tokens.
     assert arrays[0].tolist() == [0, -1, -2, 0, -4, -5]
     assert arrays[1].tolist() == [0, -1, -2]
-    assert runner.temperatures == [0.7]
+    assert runner.temperatures == {0.7}
 
 
 def test_reference_logprobs_ask_for_the_tokens_that_were_sampled():
