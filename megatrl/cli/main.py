@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrl.cli import config_commands, convert_command, meter_commands, plan_command
+from megatrl.cli import config_commands, convert_command, eval_command, meter_commands, plan_command
 from megatrl.cli.failures import debugging, reports_failures, show_warnings
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.add_typer(config_commands.app, name="config")
 app.add_typer(meter_commands.app, name="meter")
 app.command()(plan_command.plan)
+app.command(name="eval")(eval_command.evaluate)
 app.add_typer(convert_command.app, name="convert")
 
 Overrides = Annotated[
