@@ -195,7 +195,8 @@ def _play_arms(
 ) -> dict[str, tuple[EpisodeRow, ...]]:
     missing: list[Selection] = [name for name in plan.selections if _num_missing(plan, out / name)]
     if missing:
-        with_ranks = "meter" in missing and plan.meter_readout == "candidates"
+        on_ranks = plan.meter_readout == "candidates" and recipe.scoring.backend in ("tree", "independent")
+        with_ranks = "meter" in missing and on_ranks
         with served_policy(recipe, policy.path, out / "logs", with_ranks=with_ranks) as served:
             for name in missing:
                 with _chooser(name, plan, recipe, renderer, meter, served, out) as chooser:
