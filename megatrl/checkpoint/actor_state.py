@@ -157,10 +157,12 @@ def load_actor_state(actor: ActorWorker, directory: Path) -> None:
         raise CheckpointError(
             f"rank {rank} cannot load the actor's state in {directory}: {type(error).__name__}: {error}"
         ) from error
-    if saved["layout"] == _description(actor)["layout"]:
+    was, now = saved["layout"], _description(actor)["layout"]
+    if was == now:
         _restore_rank(actor, directory)
     else:
-        logger.warning("actor state was saved with %s; random generators are not restored", saved["layout"])
+        changes = ", ".join(f"{name} {was.get(name)} -> {now[name]}" for name in now if was.get(name) != now[name])
+        logger.warning("actor state of another layout (%s): random generators are not restored", changes)
     logger.info("actor state loaded directory=%s rank=%d", directory, rank)
 
 

@@ -18,7 +18,7 @@ from megatrl.meter.frozen import freeze_meter
 from megatrl.meter.prompt import MeterText, build_meter_prompt
 from megatrl.rendering.renderer import load_renderer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # one fixture starts every process
 
 NUM_STEPS = 5
 RECIPE: dict[str, Any] = {
