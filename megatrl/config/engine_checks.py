@@ -246,11 +246,18 @@ def check_model_files(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_scoring_backend(recipe: Recipe) -> Iterator[Problem]:
-    """A forest of sequences cannot be cut over context ranks."""
+    """A forest cannot be cut over context ranks; a server reads given tokens at temperature 1 only."""
     context = recipe.actor.layout.context
     if recipe.scoring.backend == "tree" and context > 1:
         yield Problem(
             paths=("scoring.backend", "actor.layout.context"),
             message=f"the tree backend does not run under context parallelism ({context})",
             remedy="set scoring.backend: independent",
+        )
+    temperature = recipe.rollout.sampling.temperature
+    if recipe.scoring.backend == "sglang" and recipe.loss.kl_coefficient > 0 and temperature != 1.0:
+        yield Problem(
+            paths=("scoring.backend", "loss.kl_coefficient", "rollout.sampling.temperature"),
+            message=f"a server reads given tokens at temperature 1, the KL term compares at {temperature:g}",
+            remedy="set scoring.backend: tree",
         )

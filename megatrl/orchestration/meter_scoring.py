@@ -12,11 +12,12 @@ from megatrl.envs.registry import make_environment
 from megatrl.errors import ScoringError
 from megatrl.meter.frozen import FrozenMeter
 from megatrl.orchestration.actor_group import ActorGroup
+from megatrl.orchestration.frozen_server import FrozenServer
 from megatrl.orchestration.meter_server import MeterServer
 from megatrl.rendering.renderer import Renderer, load_renderer
 from megatrl.rendering.retokenize import Retokenizer, TrajectoryView
 from megatrl.rollout.client import SGLangSampler
-from megatrl.scoring.backends import branch_backend
+from megatrl.scoring.backends import branch_backend, server_backend
 from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
 from megatrl.scoring.meter import CandidateMeter
@@ -47,9 +48,9 @@ def open_meter(
 ) -> OpenMeter:
     """The meter of a recipe whose policy renders with `policy`.
 
-    `candidates` reads it on the actor's ranks, `decode` on a server of its own and needs no actor.
-    A meter with another tokenizer or template reads the messages, rendered with its own. Raises ScoringError where its
-    directory holds another tokenizer than the one it was trained with.
+    `candidates` reads it on the actor's ranks or, with `scoring.backend: sglang`, on a server of its own; `decode` on
+    a server of its own, without an actor. A meter with another tokenizer or template reads the messages, rendered
+    with its own. Raises ScoringError where its directory holds another tokenizer than the one it was trained with.
     """
     view, longest = meter_view(recipe, frozen, policy)
     cost = frozen.cost_in(recipe.env.kind)
@@ -68,6 +69,20 @@ def open_meter(
         "with_terminal": with_terminal,
         "view": view,
     }
+    if readout == "candidates" and recipe.scoring.backend == "sglang":
+        holder = FrozenServer(recipe, frozen.path, log_dir, role="meter", remedy="set scoring.backend: tree")
+        return OpenMeter(
+            scorer=CandidateMeter(
+                backend=server_backend(
+                    holder.urls,
+                    read_model_shape(frozen.path).vocab_size,
+                    request_timeout_s=recipe.rollout.servers.request_timeout_s,
+                ),
+                **common,
+            ),
+            identity=frozen.identity,
+            close=holder.close,
+        )
     if readout == "candidates":
         assert actor is not None, "candidates are scored on the actor's ranks"
         identity = actor.load_meter(frozen.path)

@@ -1,7 +1,7 @@
 """A run put together: every role of the loop, built from a recipe on a cluster."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,6 @@ from megatrl.algorithms.advantages import AdvantageEstimate
 from megatrl.algorithms.off_policy import exclude_rejected
 from megatrl.batching.packing import attach_old_logprobs
 from megatrl.config.credit import DeltaTTGCredit, TraceCredit
-from megatrl.config.model_shape import read_model_shape
 from megatrl.config.recipe import Recipe
 from megatrl.data.prompts import PromptStream
 from megatrl.data.samples import FloatArray, PackedBatch
@@ -29,12 +28,19 @@ from megatrl.orchestration.meter_scoring import open_meter
 from megatrl.orchestration.mismatch import MismatchMonitor
 from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.progress import Progress
+from megatrl.orchestration.reference import open_reference
 from megatrl.orchestration.replay import RecordedRollout
-from megatrl.orchestration.scorers import MeterScorer, NullMeter, NullProbe, NullReference, Scorers
+from megatrl.orchestration.scorers import (
+    AnswerProbe,
+    MeterScorer,
+    NullMeter,
+    NullProbe,
+    NullReference,
+    ReferencePolicy,
+    Scorers,
+)
 from megatrl.orchestration.weight_sync import NullWeightSync, ProvenWeightSync, WeightSync
 from megatrl.rendering.renderer import Renderer, load_renderer
-from megatrl.scoring.backends import branch_backend
-from megatrl.scoring.reference_probe import ReferenceProbe
 
 
 class BatchFiller(Protocol):
@@ -245,45 +251,36 @@ def make_scorers(
     The actor must hold the start policy: the reference is a copy of it.
     """
     identities: dict[str, str] = {}
-    budget = recipe.batch.microbatch_tokens
-    probe: ReferenceProbe | None = None
-    if isinstance(recipe.credit, TraceCredit) or recipe.loss.kl_coefficient > 0:
-        identities["reference"] = actor.freeze_reference()
-        probe = ReferenceProbe(
-            codec=renderer,
-            backend=branch_backend(
-                recipe.scoring.backend, runner=actor.query_runner("reference"), microbatch_tokens=budget
-            ),
-            max_sequence_tokens=read_model_shape(start).max_positions,
-            policy_temperature=recipe.rollout.sampling.temperature,
-            use_aliases=isinstance(recipe.credit, TraceCredit) and recipe.credit.use_aliases,
-            reads_policy=recipe.loss.kl_coefficient > 0,
-        )
+    answers: AnswerProbe = NullProbe()
     scorer: MeterScorer = NullMeter()
-    close: Callable[[], None] = _nothing
-    if isinstance(recipe.credit, DeltaTTGCredit):
-        if meter is None:
-            raise ConfigError("credit.kind is deltattg but there is no meter; set meter.kind to frozen or trained")
-        opened = open_meter(
-            recipe,
-            load_frozen_meter(meter),
-            policy=renderer,
-            actor=actor,
-            readout=recipe.credit.readout,
-            with_terminal=recipe.credit.terminal == "meter",
-            log_dir=log_dir,
+    reference: ReferencePolicy = NullReference()
+    with contextlib.ExitStack() as opened:
+        if isinstance(recipe.credit, TraceCredit) or recipe.loss.kl_coefficient > 0:
+            frozen = open_reference(recipe, actor=actor, renderer=renderer, start=start, log_dir=log_dir)
+            opened.callback(frozen.close)
+            identities["reference"] = frozen.identity
+            answers = frozen.probe if isinstance(recipe.credit, TraceCredit) else answers
+            reference = frozen.probe if recipe.loss.kl_coefficient > 0 else reference
+        if isinstance(recipe.credit, DeltaTTGCredit):
+            if meter is None:
+                raise ConfigError("credit.kind is deltattg but there is no meter; set meter.kind to frozen or trained")
+            its = open_meter(
+                recipe,
+                load_frozen_meter(meter),
+                policy=renderer,
+                actor=actor,
+                readout=recipe.credit.readout,
+                with_terminal=recipe.credit.terminal == "meter",
+                log_dir=log_dir,
+            )
+            opened.callback(its.close)
+            scorer, identities["meter"] = its.scorer, its.identity
+        scorers = Scorers(
+            answers=answers,
+            meter=scorer,
+            reference=reference,
+            credit=recipe.credit,
+            group_statistics=recipe.group_statistics,
+            close=opened.pop_all().close,
         )
-        scorer, identities["meter"], close = opened.scorer, opened.identity, opened.close
-    scorers = Scorers(
-        answers=probe if probe is not None and isinstance(recipe.credit, TraceCredit) else NullProbe(),
-        meter=scorer,
-        reference=(probe if probe is not None and recipe.loss.kl_coefficient > 0 else NullReference()),
-        credit=recipe.credit,
-        group_statistics=recipe.group_statistics,
-        close=close,
-    )
     return scorers, identities
-
-
-def _nothing() -> None:
-    """What most scorers hold beside the actor's ranks."""

@@ -1,6 +1,5 @@
 """One rank: random trees of questions through the tree and the independent backend, on models and layouts in turn."""
 
-import random
 import sys
 from typing import Any
 
@@ -12,9 +11,9 @@ from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.config.engines import ActorConfig, LayoutConfig
 from megatrl.errors import LayoutError
 from megatrl.mcore.queries import target_logprobs
-from megatrl.scoring.branches import Branch, TrunkQuery
 from megatrl.scoring.independent import IndependentBackend
 from megatrl.scoring.tree import TreeBackend
+from tests.fakes.random_trees import random_trees
 
 VOCABULARY = 67
 
@@ -26,29 +25,6 @@ def main() -> None:
         print("run", run, flush=True)
         results.append(compare(run, rank, agreed_port(str(index))))
     report(results)
-
-
-def queries(seed: int) -> list[TrunkQuery]:
-    """A group with a common prompt and a lone trunk; boundaries at 0 and at the end; empty, short and long branches."""
-    rng = random.Random(seed)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(VOCABULARY) for _ in range(count))
-
-    prompt, result = ids(17), []
-    for start in (prompt, prompt, prompt, ()):
-        trunk = start + ids(rng.randrange(5, 60))
-        boundaries = (0, 1, *sorted(rng.sample(range(2, len(trunk)), 4)), len(trunk))
-        branches = []
-        for boundary in boundaries:
-            lead, here = ids(4), []
-            for tokens in ((), ids(1), lead + ids(2), lead + ids(3), ids(31)):
-                targets = tuple(ids(2) if place + boundary else () for place in range(len(tokens) + 1))
-                if any(targets):
-                    here.append(Branch(tokens=tokens, targets=targets))
-            branches.append(tuple(here))
-        result.append(TrunkQuery(trunk=trunk, boundaries=boundaries, branches=tuple(branches)))
-    return result
 
 
 def compare(run: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
@@ -74,7 +50,7 @@ def compare(run: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
         return forward
 
     # Every data rank asks the same here: what differs between ranks is tested with the scorers.
-    asked = queries(run["seed"])
+    asked = random_trees(run["seed"], vocabulary=VOCABULARY)
     try:
         tree = _flat(TreeBackend(runner=runner("tree"), microbatch_tokens=run["microbatch_tokens"]).score(asked))
     except LayoutError as error:

@@ -131,6 +131,10 @@ REFUSED = {
     ],
     "check_scoring_backend": [
         ("actor.layout.world_size=2 actor.layout.context=2", "does not run under context parallelism (2)"),
+        (
+            "scoring.backend=sglang loss.kl_coefficient=0.1 rollout.sampling.temperature=0.7",
+            "reads given tokens at temperature 1, the KL term compares at 0.7",
+        ),
     ],
     "check_context_fits_model": [
         ("rollout.context_tokens=20000", "the model has 16384 positions"),

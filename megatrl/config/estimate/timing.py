@@ -108,7 +108,7 @@ def _actor_rows(
     half, share = workload.mean_tokens / 2, workload.action_share
     rows = []
     for wanted, what in ((workload.has_answer_probe, "answer probe"), (workload.has_meter, "meter")):
-        if wanted and recipe.scoring.backend == "tree":
+        if wanted and recipe.scoring.backend != "independent":
             spent = seconds(workload.tokens_shared, rows_share=0.01, attended=half)
             rows.append(TimeRow(verb="score", what=what, seconds=spent, bound="operations"))
         elif wanted:  # every state is a sequence of its own: mean prefix half a trajectory
