@@ -71,18 +71,9 @@ def open_meter(
     }
     if readout == "candidates" and recipe.scoring.backend == "sglang":
         holder = FrozenServer(recipe, frozen.path, log_dir, role="meter", remedy="set scoring.backend: tree")
-        return OpenMeter(
-            scorer=CandidateMeter(
-                backend=server_backend(
-                    holder.urls,
-                    read_model_shape(frozen.path).vocab_size,
-                    request_timeout_s=recipe.rollout.servers.request_timeout_s,
-                ),
-                **common,
-            ),
-            identity=frozen.identity,
-            close=holder.close,
-        )
+        vocab_size, timeout_s = read_model_shape(frozen.path).vocab_size, recipe.rollout.servers.request_timeout_s
+        backend = server_backend(holder.urls, vocab_size, request_timeout_s=timeout_s)
+        return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=frozen.identity, close=holder.close)
     if readout == "candidates":
         assert actor is not None, "candidates are scored on the actor's ranks"
         identity = actor.load_meter(frozen.path)
