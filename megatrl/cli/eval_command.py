@@ -20,13 +20,15 @@ class Selection(StrEnum):
     NATURAL = "natural"
     RANDOM = "random"
     METER = "meter"
+    ORACLE = "oracle"
 
 
 Select = Annotated[
     list[Selection] | None,
     typer.Option(
         "--select",
-        help="How an action is chosen: the one sampled, one of several at random, or the one a frozen meter prefers. "
+        help="How an action is chosen: the one sampled, one of several at random, or the one that a frozen meter, "
+        "or for studies the environment's own plan, prefers. "
         "May be repeated: the same tasks for each, compared with the first.",
         show_default="natural",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrl.cli import config_commands, convert_command, eval_command, meter_commands, plan_command
+from megatrl.cli import config_commands, convert_command, eval_command, judge_command, plan_command
 from megatrl.cli.failures import debugging, reports_failures, show_warnings
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(config_commands.app, name="config")
-app.add_typer(meter_commands.app, name="meter")
+app.add_typer(judge_command.app, name="meter")  # that of meter_commands, with two more
 app.command()(plan_command.plan)
 app.command(name="eval")(eval_command.evaluate)
 app.add_typer(convert_command.app, name="convert")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megatrl.config.credit import DeltaTTGCredit
 from megatrl.config.recipe import FrozenMeter as FrozenMeterConfig
 from megatrl.config.recipe import Recipe
-from megatrl.envs.registry import make_environment, prompt_source
+from megatrl.envs.registry import has_oracle_plan, make_environment, oracle_plan, prompt_source
 from megatrl.errors import ConfigError, MegatrlError, ScoringError
 from megatrl.meter.frozen import FrozenMeter, load_frozen_meter
 from megatrl.observability.atomic_file import replace_text
@@ -29,6 +29,7 @@ from megatrl.orchestration.eval_journal import (
     agree_on_settings,
     read_episodes,
 )
+from megatrl.orchestration.eval_oracle import OracleChooser
 from megatrl.orchestration.eval_policy import EvaluatedPolicy, resolve_policy
 from megatrl.orchestration.eval_servers import ReloadingServers, ServedPolicy, served_policy
 from megatrl.orchestration.eval_summary import INTERVALS, comparison_rows, markdown, summarize_episodes
@@ -42,7 +43,7 @@ from megatrl.scoring.meter_choice import MeterChooser
 
 logger = logging.getLogger(__name__)
 
-Selection = Literal["natural", "random", "meter"]
+Selection = Literal["natural", "random", "meter", "oracle"]
 Mode = Literal["agent"]
 """How the policy is prompted: `agent` plays the recipe's environment."""
 
@@ -127,6 +128,10 @@ def check_plan(plan: EvaluationPlan) -> None:
     choosing = [name for name in plan.selections if name != "natural"]
     if choosing and plan.candidates < 2:
         raise ConfigError(f"--candidates {plan.candidates}: --select {choosing[0]} chooses among at least 2")
+    if "oracle" in choosing and not has_oracle_plan(plan.recipe.env):
+        raise ConfigError(
+            f"--select oracle: env.kind = {plan.recipe.env.kind} does not know the way; evidence_hunt does"
+        )
     if choosing and plan.sampling_temperature == 0:
         raise ConfigError(
             f"--temperature 0 samples {plan.candidates} equal actions, and --select {choosing[0]} has nothing to "
@@ -218,7 +223,7 @@ def _play(
         ServerSamplers(lambda: served.servers.urls, vocab_size=renderer.vocab_size),
         chooser,
         num_candidates=1 if name == "natural" else plan.candidates,
-        is_deduplicated=name == "meter",  # equal candidates in the control keep the policy's own odds
+        is_deduplicated=name != "random",  # equal candidates in the control keep the policy's own odds
     )
     source = prompt_source(recipe.env, seed=recipe.seed, split="eval")
     with (
@@ -259,6 +264,11 @@ def _chooser(
     served: ServedPolicy,
     out: Path,
 ) -> Iterator[Chooser]:
+    if name == "oracle":
+        plan_of = partial(oracle_plan, recipe.env)
+        limits = recipe.rollout
+        yield OracleChooser(plan_of, renderer, tool_format=limits.tool_format, max_turns=limits.max_turns)
+        return
     if name != "meter":
         yield RandomChooser()
         return
