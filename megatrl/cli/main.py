@@ -85,15 +85,16 @@ def compare(
     comparison: Annotated[Path, typer.Argument(help="Comparison file: a recipe and the arms that change it.")],
     overrides: Overrides = None,
     *,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the arms that ended, run the others.")] = False,
     run_id: RunId = None,
 ) -> None:
-    """Train every arm of a comparison from one start and report them side by side."""
+    """Train every arm of a comparison from one start, once for each seed, and report them side by side."""
     from megatrl.config.load import load_comparison
 
     loaded = load_comparison(comparison, overrides or ())
     for arm in loaded.arms.values():
         show_warnings(arm.warnings)
-    _orchestration().compare(loaded, run_id=run_id)
+    _comparison().compare(loaded, run_id=run_id, resume=resume)
 
 
 @app.command()
@@ -153,6 +154,14 @@ def show(
 
     stream = "eval_step" if evaluation else "step"
     render_step(run, step, trajectory=trajectory, limit=limit, stream=stream)
+
+
+def _comparison() -> ModuleType:
+    """The module of `compare`; imports as below."""
+    _orchestration()
+    from megatrl.orchestration import comparison
+
+    return comparison
 
 
 def _orchestration() -> ModuleType:

@@ -22,7 +22,12 @@ from megatrl.config.engine_checks import (
     check_turn_limits,
 )
 from megatrl.config.environments import TextWorldConfig
-from megatrl.config.meter_checks import check_label_files, check_meter_prompts, check_readout
+from megatrl.config.meter_checks import (
+    check_label_files,
+    check_meter_prompts,
+    check_oracle_meter,
+    check_readout,
+)
 from megatrl.config.recipe import NoMeter, Recipe, TrainedMeter
 from megatrl.config.router_checks import check_expert_bias, check_load_balancing, check_router_model
 from megatrl.config.violations import Problem
@@ -217,6 +222,7 @@ CHECKS: tuple[Check, ...] = (
     check_meter,
     check_meter_training,
     check_meter_prompts,
+    check_oracle_meter,
     check_readout,
     check_loss_options,
     check_unused_kl_options,

@@ -71,7 +71,7 @@ def load_comparison(path: str | Path, overrides: Sequence[str] = (), *, require_
     texts: dict[str, dict[str, object]] = {
         arm: {key: str(entry.node) for key, entry in settings.entries.items()} for arm, settings in arms.items()
     }
-    comparison = Comparison(name=header.name, recipe=header.recipe, arms=texts)
+    comparison = Comparison(name=header.name, recipe=header.recipe, seeds=header.seeds, arms=texts)
     return LoadedComparison(comparison=comparison, path=str(path), arms=loaded, sources=sources)
 
 

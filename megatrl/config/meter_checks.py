@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megatrl.config.credit import DeltaTTGCredit, NoCredit
 from megatrl.config.engines import TinyModel
-from megatrl.config.environments import MeterPromptsConfig
-from megatrl.config.recipe import Recipe
+from megatrl.config.environments import EvidenceHuntConfig, MeterPromptsConfig, SwitchboardConfig
+from megatrl.config.recipe import OracleMeterConfig, Recipe
 from megatrl.config.violations import Problem
 
 
@@ -47,4 +47,22 @@ def check_readout(recipe: Recipe) -> Iterator[Problem]:
             paths=("credit.readout", "credit.target"),
             message="a decoded answer says 0 or 1, and this target reads a probability",
             remedy="set credit.readout: candidates, or credit.target: binary",
+        )
+
+
+def check_oracle_meter(recipe: Recipe) -> Iterator[Problem]:
+    """An oracle knows states of its environment, in tokens, before the end."""
+    if not isinstance(recipe.meter, OracleMeterConfig):
+        return
+    if not isinstance(recipe.env, EvidenceHuntConfig | SwitchboardConfig):
+        yield Problem(
+            paths=("meter.kind", "env.kind"),
+            message="this environment does not know the remaining work of a state",
+            remedy="use evidence_hunt or switchboard, or a trained or frozen meter",
+        )
+    if isinstance(recipe.credit, DeltaTTGCredit) and recipe.credit.terminal == "meter":
+        yield Problem(
+            paths=("credit.terminal", "meter.kind"),
+            message="an oracle answers for decision states only",
+            remedy="set credit.terminal: outcome",
         )

@@ -78,7 +78,15 @@ class TrainedMeter(Section):
     """null leaves the start policy as it is: a prompted model as the meter (ablation `trained: false`)."""
 
 
-MeterConfig = Annotated[NoMeter | FrozenMeter | TrainedMeter, Field(discriminator="kind")]
+class OracleMeterConfig(Section):
+    """The environment's own knowledge of the remaining work: for studies of the credit rule under a perfect meter."""
+
+    kind: Literal["oracle"] = "oracle"
+    failure_cost: float = Field(gt=0)
+    """C in tokens."""
+
+
+MeterConfig = Annotated[NoMeter | FrozenMeter | TrainedMeter | OracleMeterConfig, Field(discriminator="kind")]
 
 
 class BatchConfig(Section):
@@ -168,6 +176,8 @@ class ComparisonHeader(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     recipe: str
     """Path of the recipe, relative to this file."""
+    seeds: tuple[int, ...] = ()
+    """Every arm once for each seed, from a start of that seed's own; empty: once, with the recipe's seed."""
 
 
 class Comparison(ComparisonHeader):

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megatrl.config.model_shape import read_model_shape
-from megatrl.config.recipe import Recipe
-from megatrl.envs.registry import make_environment
+from megatrl.config.recipe import OracleMeterConfig, Recipe
+from megatrl.envs.registry import make_environment, oracle_plan
 from megatrl.errors import ScoringError
 from megatrl.meter.frozen import FrozenMeter
 from megatrl.orchestration.actor_group import ActorGroup
@@ -21,6 +22,7 @@ from megatrl.scoring.backends import branch_backend, server_backend
 from megatrl.scoring.decode_meter import DecodeMeter
 from megatrl.scoring.group_meter import GroupMeter
 from megatrl.scoring.meter import CandidateMeter
+from megatrl.scoring.oracle_meter import OracleMeter
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,16 @@ def open_meter(
         **common,
     )
     return OpenMeter(scorer=scorer, identity=frozen.identity, close=server.close)
+
+
+def oracle_meter(recipe: Recipe, meter: OracleMeterConfig, policy: Renderer) -> OracleMeter:
+    """The remaining work of every state as the environment knows it."""
+    return OracleMeter(
+        plan=partial(oracle_plan, recipe.env),
+        encoder=policy,
+        max_turns=min(recipe.env.max_turns, recipe.rollout.max_turns),
+        failure_cost=meter.failure_cost,
+    )
 
 
 def meter_view(recipe: Recipe, frozen: FrozenMeter, policy: Renderer) -> tuple[TrajectoryView | None, int]:

@@ -10,7 +10,7 @@ from megatrl.algorithms.advantages import AdvantageEstimate
 from megatrl.algorithms.off_policy import exclude_rejected
 from megatrl.batching.packing import attach_old_logprobs
 from megatrl.config.credit import DeltaTTGCredit, TraceCredit
-from megatrl.config.recipe import Recipe
+from megatrl.config.recipe import OracleMeterConfig, Recipe
 from megatrl.data.prompts import PromptStream
 from megatrl.data.samples import FloatArray, PackedBatch
 from megatrl.envs.registry import prompt_source
@@ -24,7 +24,7 @@ from megatrl.orchestration.cluster import Cluster
 from megatrl.orchestration.devices import OwnedDevices, SharedDevices
 from megatrl.orchestration.evaluation import Evaluation, Evaluator, NullEvaluator
 from megatrl.orchestration.filling import FilledBatch, LiveRollout
-from megatrl.orchestration.meter_scoring import open_meter
+from megatrl.orchestration.meter_scoring import open_meter, oracle_meter
 from megatrl.orchestration.mismatch import MismatchMonitor
 from megatrl.orchestration.players import WatchedPlayer, policy_player
 from megatrl.orchestration.progress import Progress
@@ -261,7 +261,9 @@ def make_scorers(
             identities["reference"] = frozen.identity
             answers = frozen.probe if isinstance(recipe.credit, TraceCredit) else answers
             reference = frozen.probe if recipe.loss.kl_coefficient > 0 else reference
-        if isinstance(recipe.credit, DeltaTTGCredit):
+        if isinstance(recipe.meter, OracleMeterConfig):
+            scorer, identities["meter"] = oracle_meter(recipe, recipe.meter, renderer), "oracle"
+        elif isinstance(recipe.credit, DeltaTTGCredit):
             if meter is None:
                 raise ConfigError("credit.kind is deltattg but there is no meter; set meter.kind to frozen or trained")
             its = open_meter(

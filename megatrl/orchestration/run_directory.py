@@ -56,7 +56,7 @@ def claimed(home: Path, run_id: str | None) -> Iterator[Path]:
     used = next((path for pattern in _RESULTS for path in run_dir.glob(pattern)), None)
     if used is not None:
         raise ConfigError(f"run directory {run_dir} exists ({used}); give --resume to continue it, or another --run-id")
-    with _held(run_dir):
+    with held(run_dir):
         yield run_dir
 
 
@@ -81,7 +81,7 @@ def continued(home: Path, run_id: str | None, recipe: Recipe) -> Iterator[Path]:
             f"the recipe is not the one of {run_dir}: {'; '.join(changes[:_MAX_DIFFERENCES])}{more}. "
             "Set them back, or start a new run without --resume"
         )
-    with _held(run_dir):
+    with held(run_dir):
         yield run_dir
 
 
@@ -98,7 +98,7 @@ def changed_settings(recorded: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 @contextlib.contextmanager
-def _held(run_dir: Path) -> Iterator[None]:
+def held(run_dir: Path) -> Iterator[None]:
     """Two drivers in one directory would replace each other's checkpoints; the lock goes with its process."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / _LOCK).open("w") as lock:

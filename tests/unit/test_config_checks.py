@@ -129,6 +129,16 @@ REFUSED = {
         ("actor.layout.last_stage_layers=1", "one stage holds all layers"),
         ("actor.layout.world_size=2 actor.layout.expert=2 model.family=qwen3", "has no experts"),
     ],
+    "check_oracle_meter": [
+        (
+            "credit.kind=deltattg meter={kind: oracle, failure_cost: 9} env={kind: textworld} credit.terminal=carry",
+            "does not know the remaining work",
+        ),
+        (
+            "credit.kind=deltattg meter={kind: oracle, failure_cost: 9} credit.terminal=meter",
+            "answers for decision states only",
+        ),
+    ],
     "check_scoring_backend": [
         ("actor.layout.world_size=2 actor.layout.context=2", "does not run under context parallelism (2)"),
         (
