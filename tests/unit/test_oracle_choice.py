@@ -3,6 +3,10 @@
 import asyncio
 from functools import partial
 
+import pytest
+
+pytest.importorskip("torch")  # the tiny model
+
 from megatrl.checkpoint.tiny_model import make_tiny
 from megatrl.config.engines import TinyModel
 from megatrl.config.environments import SwitchboardConfig

@@ -1,10 +1,13 @@
 """Judged records in a meter's tokens, and our own trajectories as judged records."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")  # the tiny model
 
 from megatrl.checkpoint.tiny_model import make_tiny
 from megatrl.config.engines import TinyModel
@@ -27,6 +30,7 @@ from megatrl.meter.process_states import (
 )
 from megatrl.orchestration.players import scripted_player
 from megatrl.rendering.renderer import Renderer, load_renderer
+from tests.fakes.frozen_models import make_trajectory
 from tests.fakes.tiny_tokenizer import byte_tokenizer, word_tokenizer
 
 CALL = {"id": "x", "type": "function", "function": {"name": "search", "arguments": '{"q": "a b"}'}}
@@ -155,10 +159,6 @@ def test_an_oracle_s_own_forecasts_judge_its_labels_right_and_inverted_ones_wron
 
 
 def test_labels_by_hand_of_a_detour_a_wrong_answer_and_a_cut_last_action() -> None:
-    from dataclasses import replace
-
-    from tests.fakes.frozen_models import make_trajectory
-
     plans = {"far": ("x", "y", "z"), "near": ("y", "z"), "farther": ("w", "x", "y", "z")}
     base = make_trajectory([((1,), (2,))] * 4)
     turns = tuple(
