@@ -7,6 +7,7 @@ from megatrl.errors import ScoringError
 from megatrl.scoring.backends import branch_backend
 from megatrl.scoring.reference_probe import ReferenceProbe
 from tests.fakes.frozen_models import PrefixRunner, WordCodec, make_group, make_trajectory
+from tests.unit.test_tree_backend import mixed
 
 CODEC = WordCodec(["task", "look", "see", "red", "blue", "green", "1", "2", "3", "<end>"], wrapper="<answer>")
 TASK, LOOK, RED, BLUE, END = (CODEC.encode(w)[0] for w in ("task", "look", "red", "blue", "<end>"))
@@ -181,3 +182,80 @@ def test_reference_logprobs_ask_for_the_tokens_that_were_sampled():
     (arrays,) = scorer.reference_logprobs([make_group(episode())]).values()
     # task | look <end> | blue | look <end> | red | red <end>: only the last <end> after red is a surprise.
     assert np.asarray(arrays[0]).tolist() == [0, -0.25, -0.25, 0, -0.25, -0.25, 0, -0.25, -9.0]
+
+
+def group_of_four(gold=("red",)):
+    """A common prompt of two tokens, then tokens of each member's own; the last one reads nothing at its end."""
+    prompt = CODEC.encode("task look")
+    own = [CODEC.encode(word)[0] for word in ("red", "blue", "green", "1")]
+    return make_group(
+        *(
+            make_trajectory(
+                [(prompt, (token, END)), ((LOOK, token), (token, LOOK, END))],
+                index=index,
+                gold_answers=gold,
+                trailing=(BLUE,) if index < 3 else (),
+            )
+            for index, token in enumerate(own)
+        )
+    )
+
+
+def test_a_group_feeds_its_prompt_once_and_each_trajectory_once_for_answers_and_policy_tokens():
+    scorer, runner = probe(mixed, kind="tree", reads_policy=True)
+    group = group_of_four()
+    answers, _ = scorer.score([group])
+    ((packed,),) = runner.calls
+    prompt = [TASK, LOOK]
+    roots = [node for node, parent in enumerate(packed.parents) if parent == -1]
+    assert [packed.tokens[packed.cu_seqlens[n] : packed.cu_seqlens[n] + 2].tolist() for n in roots] == [prompt]
+    # 2 of the prompt; of each member 2 + 2 + 3 tokens of its own and 1 behind them, the last member without its very
+    # last token, which nobody reads on from; the wrapper after the prompt once, at 2 + 1 further states of each.
+    assert len(packed.tokens) == 2 + 3 * 8 + 6 + 1 + 3 * 2 + 1
+    assert all(len(score.logprobs) == 2 + (index < 3) for index, score in enumerate(answers.values()))
+
+
+def test_the_policys_tokens_come_with_the_answers_and_the_second_call_is_free():
+    together, runner = probe(mixed, kind="tree", reads_policy=True, policy_temperature=0.7)
+    apart, other = probe(mixed, kind="independent", policy_temperature=0.7)
+    group = make_group(*group_of_four().trajectories, episode(index=4, gold=()), episode(index=5, segment_starts=[2]))
+    assert together.score([group])[0] == apart.score([group])[0]
+    assert runner.temperatures == {1.0, 0.7}
+    first, second = together.reference_logprobs([group]), apart.reference_logprobs([group])
+    assert len(runner.calls) == 1
+    assert len(other.calls) == 2
+    assert first.keys() == second.keys() == {trajectory.id for trajectory in group.trajectories}
+    for arrays, expected in zip(first.values(), second.values(), strict=True):
+        assert [a.tolist() for a in arrays] == [a.tolist() for a in expected]
+
+
+def test_what_was_read_for_one_batch_is_never_given_for_another():
+    scorer, runner = probe(mixed, kind="tree", reads_policy=True)
+    scorer.score([group_of_four()])
+    scorer.reference_logprobs([group_of_four(gold=("blue",))])  # equal ids, other objects
+    assert len(runner.calls) == 2
+    scorer.reference_logprobs([group_of_four()])
+    assert len(runner.calls) == 3
+
+
+def test_first_states_are_remembered_for_one_model_only():
+    first, runner = probe(constant)
+    first.score([make_group(episode())])
+    second, other = probe(lambda prefix, target: -2.0)
+    answers, _ = second.score([make_group(episode())])
+    assert next(iter(answers.values())).logprobs == (-2.0,) * 3
+    assert runner.num_sequences == other.num_sequences == 3
+
+
+def test_wrapper_and_gold_ids_are_the_same_at_every_state():
+    asked = set()
+
+    def logprob(prefix, target):
+        wrapper = prefix.index(CODEC.answer_wrapper()[0])
+        asked.add((prefix[wrapper:], target))
+        return -1.0
+
+    scorer, _ = probe(logprob)
+    scorer.score([make_group(episode(gold=("1 2",)))])
+    wrapper, one, two = *CODEC.answer_wrapper(), *CODEC.encode("1 2")
+    assert asked == {((wrapper,), one), ((wrapper, one), two)}
