@@ -77,7 +77,7 @@ def judge(
 @app.command(name="bench-file")
 @reports_failures
 def bench_file(
-    run: Annotated[Path, typer.Argument(help="Run directory, of an environment that knows the way.")],
+    run: Annotated[Path, typer.Argument(help="Run directory, or DIR/natural of an evaluation.")],
     *,
     out: Annotated[Path, typer.Option("--out", help="File to write; its stem names the dataset.")],
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Most trajectories.")] = None,

@@ -3,15 +3,19 @@
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatrl.config.engines import HFModel
+from megatrl.config.environments import EnvConfig
 from megatrl.config.model_shape import read_model_shape
 from megatrl.config.recipe import EvaluationConfig, Recipe
+from megatrl.data.trajectories import PromptGroup
 from megatrl.envs.registry import oracle_plan
 from megatrl.errors import ScoringError
 from megatrl.meter.frozen import FrozenMeter, load_frozen_meter
@@ -22,8 +26,10 @@ from megatrl.meter.process_states import forecast_values, judged_states, record_
 from megatrl.observability.atomic_file import replace_text
 from megatrl.observability.logs import logging_to
 from megatrl.observability.progress import waiting
+from megatrl.observability.trajectories import read_records
 from megatrl.orchestration.cluster import cluster
 from megatrl.orchestration.command import recorded_recipe
+from megatrl.orchestration.eval_journal import SETTINGS, TRAJECTORIES
 from megatrl.orchestration.meter_scoring import ReadoutKind, open_meter, own_renderer
 from megatrl.orchestration.meter_sources import open_run_sources
 from megatrl.scoring.group_meter import AskedStates, StateForecasts
@@ -123,17 +129,26 @@ def _forecast(
 
 
 def write_bench_file(run: Path, out: Path, *, limit: int | None = None) -> tuple[ProcessRecord, ...]:
-    """Writes the trajectories of a run, its evaluations included, in AgentProcessBench's form; returns the records.
+    """Writes the trajectories of a run, or of one way to act in an evaluation, in AgentProcessBench's form.
 
-    Steps are labelled by the environment's own plan; the first `limit` trajectories of the task order. Raises
+    Steps are labelled by the environment's own plan; returns the records, the first `limit` of them. Raises
     ConfigError for an environment without one.
     """
-    recipe = recorded_recipe(run)
-    plan = partial(oracle_plan, recipe.env)
-    (_, groups), *others = open_run_sources(run, with_evaluations=True)
-    if others:
-        raise ScoringError(f"{run} holds {1 + len(others)} runs; name one of them")
-    records = oracle_records(groups, plan, dataset=out.stem)[:limit]
+    env, groups = _recorded(run)
+    records = oracle_records(groups, partial(oracle_plan, env), dataset=out.stem)[:limit]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_process_bench(records, out)
     return records
+
+
+def _recorded(run: Path) -> tuple[EnvConfig, Iterable[PromptGroup]]:
+    """The environment and the groups of a run, its evaluations included, or of `<evaluation>/<selection>`."""
+    if (run / TRAJECTORIES).is_file():
+        settings = json.loads((run.parent / SETTINGS).read_text(encoding="utf-8"))
+        records, _ = read_records(run / TRAJECTORIES)
+        latest = {record.group.group_id: record.group for record in records}  # of a task played twice the last one
+        return TypeAdapter(EnvConfig).validate_python(settings["env"]), latest.values()
+    (_, groups), *others = open_run_sources(run, with_evaluations=True)
+    if others:
+        raise ScoringError(f"{run} holds {1 + len(others)} runs; name one of them")
+    return recorded_recipe(run).env, groups

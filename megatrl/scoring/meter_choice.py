@@ -27,9 +27,6 @@ from megatrl.scoring.group_meter import AskedStates, StateForecasts
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 0.02
-"""A meter that is idle waits so long for episodes that are ready at the same time."""
-
 
 class ForecastsStates(Protocol):
     """The part of a GroupMeter that is needed. Called from a worker thread, one call at a time."""
@@ -67,11 +64,20 @@ class MeterChooser:
     """A Chooser for all concurrent episodes. The meter must read the policy's own token ids."""
 
     def __init__(
-        self, meter: ForecastsStates, *, failure_cost: float, timeout_s: float, max_choices_per_call: int = 64
+        self,
+        meter: ForecastsStates,
+        *,
+        failure_cost: float,
+        timeout_s: float,
+        max_choices_per_call: int = 64,
+        gather_s: float = 0.02,
     ) -> None:
-        """`failure_cost` is C in tokens; `timeout_s` is the longest wait for one choice, its queue included."""
+        """`failure_cost` is C in tokens; `timeout_s` is the longest wait for one choice, its queue included.
+
+        An idle meter waits `gather_s` for other episodes that are ready at about the same time.
+        """
         self._meter, self._failure_cost = meter, failure_cost
-        self._timeout_s, self._max_choices = timeout_s, max_choices_per_call
+        self._timeout_s, self._max_choices, self._gather_s = timeout_s, max_choices_per_call, gather_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meter")
         self._waiting: list[_Waiting] = []
         self._serving: asyncio.Task[None] | None = None
@@ -108,7 +114,7 @@ class MeterChooser:
 
     async def _serve(self) -> None:
         """Answers until nobody waits. There is no await between the last look and the end, so nobody is missed."""
-        await asyncio.sleep(_GATHER_S)
+        await asyncio.sleep(self._gather_s)
         while self._waiting:
             batch = [item for item in self._waiting[: self._max_choices] if not item.answer.done()]
             del self._waiting[: self._max_choices]

@@ -205,3 +205,33 @@ def test_an_episode_that_is_given_up_leaves_the_others_their_answers() -> None:
         return await kept
 
     assert asyncio.run(story()) == 1
+
+
+def test_an_idle_meter_waits_a_moment_for_episodes_that_come_a_little_later() -> None:
+    meter = Meter(lambda tokens: to_go(tokens[-1]))
+    chooser = MeterChooser(meter, failure_cost=1000, timeout_s=30, gather_s=0.5)
+    situation = Situation(request=REQUEST, turns=(), observation_tokens=())
+
+    async def story() -> None:
+        first = asyncio.create_task(chooser.choose(situation, [sample(9), sample(8)]))
+        await asyncio.sleep(0.01)
+        assert await chooser.choose(situation, [sample(7), sample(8)]) == 0
+        assert await first == 1
+
+    asyncio.run(story())
+    assert [len(call) for call in meter.calls] == [4]
+
+
+def test_a_call_that_was_given_up_ends_before_the_next_one_begins() -> None:
+    meter = Meter(lambda tokens: to_go(tokens[-1]), seconds=0.4)
+    situation = Situation(request=REQUEST, turns=(), observation_tokens=())
+    chooser = MeterChooser(meter, failure_cost=1000, timeout_s=30, gather_s=0)
+
+    async def given_up() -> None:
+        waiting = asyncio.create_task(chooser.choose(situation, [sample(9), sample(8)]))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+
+    asyncio.run(given_up())
+    assert asyncio.run(chooser.choose(situation, [sample(9), sample(8)])) == 1
+    assert meter.most_running == 1
