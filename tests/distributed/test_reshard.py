@@ -18,6 +18,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"world_size": 2},
     "pp2 vpp2": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"world_size": 2, "context": 2},
+    "tp2 pp2": {"world_size": 4, "tensor": 2, "pipeline": 2, "sequence_parallel": True},
+    "pp2 ep2": {"world_size": 4, "pipeline": 2, "expert": 2},
 }
 # In this order: a load needs its save, and each row is one start of that many processes.
 WORLDS: tuple[tuple[int, tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
@@ -37,6 +39,7 @@ WORLDS: tuple[tuple[int, tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (1, (), (("tp2", "one"), ("ep2", "one"), ("pp2 vpp2", "one"))),
+    (4, (), (("ep2", "tp2 pp2"), ("one", "pp2 ep2"))),
 )
 PAIRS = [pair for _, _, loads in WORLDS for pair in loads]
 
