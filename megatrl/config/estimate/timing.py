@@ -116,7 +116,8 @@ def _actor_rows(
             rows.append(
                 TimeRow(verb="score", what=f"{what}, every state on its own", seconds=spent, bound="operations")
             )
-    if workload.has_reference:
+    is_in_probe = workload.has_answer_probe and recipe.scoring.backend != "independent"  # one pass reads both
+    if workload.has_reference and not is_in_probe:
         spent = seconds(workload.num_tokens, rows_share=share, attended=half)
         rows.append(TimeRow(verb="score", what="reference", seconds=spent, bound="operations"))
     old = seconds(workload.num_tokens, rows_share=share, attended=half)
