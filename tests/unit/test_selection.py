@@ -126,3 +126,25 @@ def test_a_source_wraps_the_sampler_of_every_episode_and_counts_them_together() 
         "selection/sampled_tokens": 6.0,
         "selection/chosen_tokens": 4.0,
     }
+
+
+def test_a_chooser_sees_the_turns_carried_out_and_none_from_before_history_was_rewritten() -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.seen: list[tuple[list[tuple[int, ...]], tuple[int, ...]]] = []
+
+        async def choose(self, situation: Situation, candidates: Sequence[Sample]) -> int:
+            self.seen.append(([turn.action_tokens for turn in situation.turns], situation.observation_tokens))
+            return 1
+
+    notes = Notes()
+    sampler = SelectingSampler(
+        sampler=SeededSampler([(1,), (2, 2)]), chooser=notes, num_candidates=2, tally=SelectionTally()
+    )
+
+    async def episode() -> None:
+        for ids in ((7, 8), (7, 8, 2, 2, 9), (7, 8, 2, 2, 9, 2, 2, 6), (5, 4)):
+            await sampler.sample(SampleRequest(input_ids=ids, max_new_tokens=4, temperature=1.0))
+
+    asyncio.run(episode())
+    assert notes.seen == [([], (7, 8)), ([(2, 2)], (9,)), ([(2, 2)] * 2, (6,)), ([], (5, 4))]
