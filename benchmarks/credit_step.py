@@ -80,9 +80,12 @@ def main() -> None:
 
 
 def recipe_of(arm: str, options: argparse.Namespace) -> Recipe:
-    """The base recipe with chains so long that an episode takes `turns` turns, and the arm's own settings."""
+    """The base recipe with one chain so long that an episode takes `turns` turns, and the arm's own settings."""
     overrides = (
         f"env.num_hops={options.turns - 1}",
+        f"env.num_documents={options.turns}",
+        "env.num_questions=1",  # learnt within seconds, so that groups hold successes and failures
+        "env.num_values=2",
         f"env.max_turns={options.turns}",
         f"rollout.max_turns={options.turns}",
         f"rollout.max_action_tokens={options.turns + 11}",
@@ -93,6 +96,8 @@ def recipe_of(arm: str, options: argparse.Namespace) -> Recipe:
         "start.sft.optimizer.decay_steps=null",
         "start.demonstrations.num_episodes=1024",
         "start.demonstrations.premature=0",
+        "start.demonstrations.detour=0.1",
+        "start.sft.sequences_per_step=32",
         "checkpoint.every_steps=1000",
         "evaluation.num_episodes=0",
         f"observe.runs_dir={options.runs_dir}",
@@ -120,6 +125,7 @@ def summary(
         report[arm] = {
             "steps": len(steps),
             "turns": statistics.fmean(step["rollout/turns"] for step in steps),
+            "success": statistics.fmean(step["rollout/success"] for step in steps),
             "step_s": statistics.median(sum(parts) for parts in zip(*verbs.values(), strict=True)),
             "cpu_s": statistics.median(cpu_s[arm]),
             **{f"{verb}_s": statistics.median(seconds) for verb, seconds in verbs.items()},
@@ -135,7 +141,16 @@ def summary(
 
 
 def readable(report: Mapping[str, Mapping[str, Any]]) -> str:
-    columns = ("steps", "turns", "step_s", *(f"{verb}_s" for verb in VERBS), "step_ratio", "added_ratio", "cpu_s")
+    columns = (
+        "steps",
+        "turns",
+        "success",
+        "step_s",
+        *(f"{verb}_s" for verb in VERBS),
+        "step_ratio",
+        "added_ratio",
+        "cpu_s",
+    )
     columns = (*columns, "cpu_ratio")
     lines = ["".join([f"{'arm':20s}", *(f"{name:>12s}" for name in columns)])]
     for arm, values in report.items():

@@ -4,6 +4,7 @@ A node continues a prefix of its parent's path. Its rows have the positions that
 every row computes what it would compute in a sequence of its own, and the shared prefix is computed once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -22,7 +23,9 @@ from megatrl.mcore.layout import Layout
 from megatrl.mcore.packing import PackedTokens
 
 QUERY_BLOCK = 512
-"""Rows of a node attended at once where it continues a prefix: bounds the mask at 512 x path, never path x path."""
+"""Rows attended at once where a mask is needed: bounds the mask at 512 x path, never path x path."""
+SPARE_PAIRS = 16384
+"""(row, key) pairs that a call may compute for nothing to save another call: about what a call costs on a CPU."""
 
 Span = tuple[int, int]
 
@@ -36,11 +39,23 @@ class ForestNode:
     prefix: tuple[Span, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """Rows [begin, end) of the pack that are attended in one call, to the rows of `keys` in order, their own last."""
+
+    begin: int
+    end: int
+    keys: tuple[Span, ...]
+    before: int
+    """Keys before the block's first row; without a mask, row i sees `before + i + 1` keys."""
+    is_seen: Tensor | None = None  # [rows, keys] bool
+
+
 @dataclass
 class ForestSequences(PackedSeqParams):
-    """What every layer gets: for the rotary embedding one sequence of all rows, for attention the nodes."""
+    """What every layer gets: for the rotary embedding one sequence of all rows, for attention the blocks."""
 
-    nodes: tuple[ForestNode, ...] = ()
+    blocks: tuple[AttentionBlock, ...] = ()
     positions: Tensor | None = None  # [T'] int64, of each row on its path
 
 
@@ -71,7 +86,7 @@ def pack_forest(queries: PackedQueries, layout: Layout) -> PackedTokens:
             cu_seqlens_kv=bounds,
             max_seqlen_q=reach,
             max_seqlen_kv=reach,
-            nodes=nodes,
+            blocks=attention_blocks(nodes, device),
             positions=torch.from_numpy(positions).to(device),
         ),
         length=len(queries.tokens),
@@ -110,6 +125,85 @@ def _first(node: ForestNode, length: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def attention_blocks(nodes: Sequence[ForestNode], device: torch.device | str) -> tuple[AttentionBlock, ...]:
+    """Returns the calls that attention over a forest takes, made once for all layers.
+
+    Neighbours share a call (a trajectory's end and its branches, the branches after a long trunk) while that computes
+    less than about twice what they need; a long node is cut into blocks of QUERY_BLOCK rows.
+    """
+    blocks: list[AttentionBlock] = []
+    cluster: list[ForestNode] = []
+    outside: tuple[Span, ...] = ()  # what the cluster sees of the rows before it
+    area = 0  # pairs that the cluster's call computes
+    for node in nodes:
+        rows = node.end - node.begin
+        path = rows + _num_keys(node.prefix)
+        if cluster and node.end - cluster[0].begin <= QUERY_BLOCK:
+            begin = cluster[0].begin
+            seen = _merged([*outside, *((a, min(b, begin)) for a, b in node.prefix if a < begin)])
+            together = (node.end - begin) * (_num_keys(seen) + node.end - begin)
+            if together - area <= 2 * rows * path + SPARE_PAIRS:
+                cluster.append(node)
+                outside, area = seen, together
+                continue
+        blocks += _blocks_of(cluster, outside, device)
+        cluster, outside, area = [node], _merged(node.prefix), rows * path
+    return tuple(blocks + _blocks_of(cluster, outside, device))
+
+
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Returns the rows of all spans in order, each once."""
+    merged: list[Span] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+        else:
+            merged.append((a, b))
+    return tuple(merged)
+
+
+def _num_keys(keys: Sequence[Span]) -> int:
+    return sum(b - a for a, b in keys)
+
+
+def _blocks_of(
+    cluster: Sequence[ForestNode], outside: tuple[Span, ...], device: torch.device | str
+) -> list[AttentionBlock]:
+    """Returns the calls for neighbours that see the rows `outside` before them."""
+    if not cluster:
+        return []
+    begin, end = cluster[0].begin, cluster[-1].end
+    if len(cluster) > 1:
+        keys = (*outside, (begin, end))
+        starts = np.asarray([a for a, _ in keys])
+        columns = np.cumsum([0, *(b - a for a, b in keys)])
+        is_seen = np.zeros((end - begin, columns[-1]), dtype=np.bool_)
+        for node in cluster:
+            rows = slice(node.begin - begin, node.end - begin)
+            for a, b in node.prefix:
+                for low, high in ((a, min(b, begin)), (max(a, begin), b)):  # a span may run into the cluster
+                    if low < high:
+                        which = int(np.searchsorted(starts, low, side="right")) - 1
+                        first = columns[which] + low - starts[which]
+                        is_seen[rows, first : first + high - low] = True
+            own = columns[-2] + node.begin - begin
+            is_seen[rows, own : own + node.end - node.begin] = np.tri(node.end - node.begin, dtype=np.bool_)
+        return [AttentionBlock(begin, end, keys, int(columns[-2]), torch.from_numpy(is_seen).to(device))]
+    (node,) = cluster
+    if not node.prefix:
+        return [AttentionBlock(begin, end, ((begin, end),), 0)]
+    before = _num_keys(node.prefix)
+    return [
+        AttentionBlock(
+            first,
+            min(first + QUERY_BLOCK, end),
+            (*node.prefix, (begin, min(first + QUERY_BLOCK, end))),
+            before + first - begin,
+        )
+        for first in range(begin, end, QUERY_BLOCK)
+    ]
+
+
 @cache
 def forest_capable(core_attention: type) -> type:
     """Returns a core attention for Megatron's module spec that takes forests, too; plain packs go on as before."""
@@ -119,40 +213,41 @@ def forest_capable(core_attention: type) -> type:
             sequences = options.get("packed_seq_params")
             if not isinstance(sequences, ForestSequences):
                 return super().forward(query, key, value, *arguments, **options)
-            return forest_attention(query, key, value, sequences.nodes, scale=query.shape[-1] ** -0.5).flatten(1)
+            return forest_attention(query, key, value, sequences.blocks, scale=query.shape[-1] ** -0.5).flatten(1)
 
     return ForestCapable
 
 
 def forest_attention(
-    query: Tensor, key: Tensor, value: Tensor, nodes: tuple[ForestNode, ...], *, scale: float, is_dense: bool = False
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[AttentionBlock], *, scale: float
 ) -> Tensor:
     """Causal attention along every node's path: query [T, heads, d], key and value [T, groups, d] -> [T, heads, d].
 
-    Nothing of size [T, T] is made: a node's rows meet the keys of its own path, in blocks of QUERY_BLOCK rows.
-    `is_dense` makes one mask over the whole pack instead, [T, T]: simple, for small packs and as a check.
+    Nothing of size [T, T] is made: rows meet the keys of their own path, and those of their neighbours in the block.
     """
-    if is_dense:
-        return _attend(query, key, value, visibility(nodes, len(query)).to(query.device), scale)
     output = torch.empty_like(query)
-    for node in nodes:
-        if not node.prefix:
-            rows = slice(node.begin, node.end)
-            output[rows] = _attend(query[rows], key[rows], value[rows], None, scale)
-            continue
-        spans = (*node.prefix, (node.begin, node.end))
-        keys, values = (torch.cat([x[a:b] for a, b in spans]) for x in (key, value))
-        before = len(keys) - (node.end - node.begin)
-        for first in range(node.begin, node.end, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, node.end)
-            reach = before + last - node.begin
-            places = torch.arange(before + first - node.begin, reach, device=query.device)
-            is_seen = torch.arange(reach, device=query.device)[None, :] <= places[:, None]
-            output[first:last] = _attend(query[first:last], keys[:reach], values[:reach], is_seen, scale)
+    for block in blocks:
+        rows = slice(block.begin, block.end)
+        keys, values = _rows(key, block.keys), _rows(value, block.keys)
+        is_seen = block.is_seen
+        if is_seen is None and block.before:
+            places = torch.arange(block.before, block.before + block.end - block.begin, device=query.device)
+            is_seen = torch.arange(len(keys), device=query.device)[None, :] <= places[:, None]
+        output[rows] = _attend(query[rows], keys, values, is_seen, scale)
     return output
 
 
-def visibility(nodes: tuple[ForestNode, ...], num_rows: int) -> Tensor:
+def _rows(x: Tensor, spans: Sequence[Span]) -> Tensor:
+    parts = [x[begin:end] for begin, end in spans]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, nodes: Sequence[ForestNode], *, scale: float) -> Tensor:
+    """The same with one mask over the whole pack, [T, T]: simple, for small packs and as a check."""
+    return _attend(query, key, value, visibility(nodes, len(query)).to(query.device), scale)
+
+
+def visibility(nodes: Sequence[ForestNode], num_rows: int) -> Tensor:
     """Returns the dense mask of a forest, [T, T] bool: whether row i sees row j."""
     is_seen = torch.zeros(num_rows, num_rows, dtype=torch.bool)
     for node in nodes:

@@ -10,7 +10,14 @@ from tiny_models import write_tiny_model
 from world import run_world
 
 from megatrl.data.queries import PackedQueries
-from megatrl.mcore.forest import QUERY_BLOCK, forest_attention, forest_nodes, visibility
+from megatrl.mcore.forest import (
+    QUERY_BLOCK,
+    attention_blocks,
+    dense_attention,
+    forest_attention,
+    forest_nodes,
+    visibility,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -74,13 +81,14 @@ def forest(rng: np.random.Generator) -> PackedQueries:
     )
 
 
-def test_attention_by_nodes_equals_the_dense_mask_and_makes_nothing_of_the_packs_square() -> None:
+def test_attention_by_blocks_equals_the_dense_mask_and_makes_nothing_of_the_packs_square() -> None:
     queries = forest(np.random.default_rng(0))
     nodes, positions = forest_nodes(queries)
     total = len(queries.tokens)
     torch.manual_seed(0)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    dense = forest_attention(q, k, v, nodes, scale=0.3, is_dense=True)
+    dense = dense_attention(q, k, v, nodes, scale=0.3)
+    blocks = attention_blocks(nodes, "cpu")
 
     largest = 0
 
@@ -92,8 +100,8 @@ def test_attention_by_nodes_equals_the_dense_mask_and_makes_nothing_of_the_packs
             return out
 
     with Sizes():
-        by_nodes = forest_attention(q, k, v, nodes, scale=0.3)
-    torch.testing.assert_close(by_nodes, dense, rtol=1e-5, atol=1e-6)
+        by_blocks = forest_attention(q, k, v, blocks, scale=0.3)
+    torch.testing.assert_close(by_blocks, dense, rtol=1e-5, atol=1e-6)
     assert largest < total * total, "a mask or a score of the pack's square was made"
     # Positions go on where the prefix ends, and rows see as many rows as their position says.
     assert positions[30] == 21
