@@ -61,6 +61,7 @@ def megatron_to_hf(shards: Path, *, source: Path, out: Path, options: Conversion
     where the checkpoint is not the model of `source`, and leaves an earlier `out` as it was.
     """
     check_replaceable(out, force=options.force)
+    _check_apart(out, shards, source)
     reader = MegatronReader(shards, read_model_shape(source))
     sizes = reader.num_bytes(options.dtype)
     _check_space(out, sum(sizes.values()))
@@ -95,6 +96,7 @@ def hf_to_megatron(source: Path, *, out: Path, options: ConversionOptions) -> Co
     from megatrl.checkpoint.megatron_writer import write_megatron_weights  # imports megatron
 
     check_replaceable(out, force=options.force)
+    _check_apart(out, source)
     shape = read_model_shape(source)
     try:
         with SafetensorsReader(source) as reader, replacing_directory(out) as staging:
@@ -138,6 +140,16 @@ def check_replaceable(out: Path, *, force: bool) -> None:
             f"{out} exists and was not written by `megatrl convert`; name another directory, or give --force to "
             "replace it"
         )
+
+
+def _check_apart(out: Path, *sources: Path) -> None:
+    """Raises CheckpointError where `out` would take the place of what is read, whatever --force says."""
+    place = out.resolve()
+    for source in (path.resolve() for path in sources):
+        if place == source or place in source.parents:
+            raise CheckpointError(
+                f"{out} is or contains {source}, which is read here and would be gone; name another directory"
+            )
 
 
 def _check_names(reader: SafetensorsReader, shape: ModelShape, source: Path) -> set[str]:

@@ -223,6 +223,22 @@ def test_only_what_a_conversion_wrote_is_replaced_without_force(moe: Path, conve
         back(converted, tmp_path / "file", ConversionOptions(force=True))
 
 
+def test_no_conversion_takes_the_place_of_what_it_reads(moe: Path, converted: Path, tmp_path: Path) -> None:
+    megatron, run = copy_of(converted, tmp_path / "megatron"), tmp_path / "run"
+    mine = copy_of(moe, run / "policy")
+    before = file_bytes(megatron), file_bytes(run)
+    force = ConversionOptions(force=True, dtype=torch.bfloat16)
+    for convert in (
+        lambda: megatron_to_hf(megatron / "shards", source=megatron, out=megatron, options=force),
+        lambda: megatron_to_hf(megatron / "shards", source=mine, out=run, options=force),
+        lambda: hf_to_megatron(mine, out=run / ".." / "run" / "policy", options=force),
+        lambda: hf_to_megatron(mine, out=run, options=force),
+    ):
+        with pytest.raises(CheckpointError, match="would be gone; name another directory"):
+            convert()
+        assert (file_bytes(megatron), file_bytes(run)) == before
+
+
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """Writes beyond the limit fail as on a full disk, with another errno (EFBIG)."""
