@@ -252,8 +252,8 @@ MUTATIONS = (
     Mutation(
         "observations count as tokens to go",
         "meter.labels",
-        "remaining[-1] + len(turn.action_tokens)",
-        "remaining[-1] + len(turn.action_tokens) + len(turn.observation_tokens)",
+        "[len(turn.action_tokens) for turn in trajectory.turns]",
+        "[len(turn.action_tokens) + len(turn.observation_tokens) for turn in trajectory.turns]",
         "labels_of_a_success_and_a_failure",
     ),
     Mutation(

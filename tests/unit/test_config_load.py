@@ -216,7 +216,7 @@ def test_an_unknown_kind_names_the_nearest(tmp_path):
 def test_required_values_are_asked_for(tmp_path):
     message = refusal(write(tmp_path, "seed: 1\n"))
     assert "name: required" in message
-    assert "set env.kind to one of evidence_hunt, textworld" in message
+    assert "set env.kind to one of evidence_hunt, switchboard, textworld, meter_prompts" in message
     assert "set model.kind to one of hf, tiny" in message
 
 
