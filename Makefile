@@ -1,5 +1,7 @@
 # What people and CI run. Everything happens inside $(VENV), which tools/install.sh makes and completes.
 VENV ?= .venv
+# Test files at a time. Most of them wait half of their time for processes to start.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
@@ -19,7 +21,7 @@ compare:  ## the longer comparison: GRPO, TRACE, DeltaTTG (CPU)
 test:  ## install everything tests need, then lint, types and every test
 	tools/install.sh $(VENV) test textworld
 	$(MAKE) lint types
-	$(PYTEST) tests
+	$(PYTEST) tests -n $(WORKERS) --dist loadfile
 
 lint:  ## ruff and the direction of imports
 	$(BIN)/ruff check .
