@@ -145,7 +145,7 @@ def test_deltattg_spreads_the_advantage_and_keeps_its_token_average():
     assert result.metrics["credit/parse_failure_rate"] == 0
     assert -1 <= result.metrics["credit/signal_length_correlation"] <= 1
     assert result.metrics["credit/capped_token_fraction"] == 0
-    # Weight of the last action: 0.953642 x 5 / 40 where it won; where it lost, shares 0.2067 and 0.7933 of 7 and 9 tokens.
+    # Weight of the last action: 0.953642 x 5 / 40 where it won; where it lost, shares 0.2067 and 0.7933 of 7 and 9.
     lost_share = 0.2 / 2 + 0.8 * 1300 / 1500
     expected = (0.953642 * 5 / 40 + 9 * lost_share / (7 * (1 - lost_share) + 9 * lost_share)) / 2
     assert result.metrics["credit/last_action_weight"] == pytest.approx(expected, abs=1e-6)
