@@ -248,7 +248,8 @@ def check_model_files(recipe: Recipe) -> Iterator[Problem]:
 def check_scoring_backend(recipe: Recipe) -> Iterator[Problem]:
     """A forest cannot be cut over context ranks; a server reads given tokens at temperature 1 only."""
     context = recipe.actor.layout.context
-    if recipe.scoring.backend == "tree" and context > 1:
+    has_scorer = recipe.credit.kind in ("trace", "deltattg") or recipe.loss.kl_coefficient > 0
+    if recipe.scoring.backend == "tree" and context > 1 and (has_scorer or recipe.meter.kind != "none"):
         yield Problem(
             paths=("scoring.backend", "actor.layout.context"),
             message=f"the tree backend does not run under context parallelism ({context})",

@@ -4,7 +4,7 @@ A recipe may name one `base:` recipe, relative to itself, whose values it change
 as `--set` takes them; the last one for a path wins. docs/configuration.md has the rules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from megatrl.config.recipe_files import read_table, recipe_layers, relative_to
 from megatrl.config.resolve import Resolver, constraint_violations
 from megatrl.config.section import Section
 from megatrl.config.violations import Problem, Violation, raise_for
-from megatrl.config.yaml_nodes import Table
+from megatrl.config.yaml_nodes import DEFAULT, Origin, Table
 from megatrl.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -97,6 +97,16 @@ def _validate(
         return None, constraint_violations(error, values, resolver.origins)
 
 
+def _unset_defaults(section: Section, origins: Mapping[str, Origin], prefix: str = "") -> None:
+    """Values came to the schema complete; `model_fields_set` then holds only what somebody wrote, for messages."""
+    for name, value in section:
+        path = prefix + name
+        if origins.get(path) is DEFAULT:
+            section.model_fields_set.discard(name)
+        elif isinstance(value, Section):
+            _unset_defaults(value, origins, f"{path}.")
+
+
 def _build(
     path: str,
     layers: Sequence[Table],
@@ -112,6 +122,7 @@ def _build(
     violations += resolver.violations + refused
     if recipe is None:
         return None
+    _unset_defaults(recipe, resolver.origins)
     loaded = LoadedRecipe(
         recipe=recipe, path=path, origins=resolver.origins, sources=sources, overrides=overrides, warnings=()
     )

@@ -44,8 +44,11 @@ def split_problem(num_layers: int, *, pipeline: int, virtual: int, first: int | 
     middle, rest = pipeline - len(given), num_layers - sum(given)
     if middle == 0 and rest != 0:
         return f"the two stages hold {' + '.join(map(str, given))} = {sum(given)} layers, the model has {num_layers}"
+    if given and middle > 0 and rest < middle:
+        of = " + ".join(map(str, given))
+        return f"{of} of {num_layers} layers leave {max(rest, 0)} for the {middle} other stages, each needs one"
     if middle > 0 and (rest <= 0 or rest % middle):
-        kind = "middle stages" if given else "stages"
+        kind = "other stages" if given else "stages"
         return f"{rest} layers do not divide evenly over {middle} {kind}"
     for size in _stage_sizes(num_layers, pipeline, first, last):
         if size % virtual:

@@ -220,8 +220,8 @@ def pipeline_options(layout: Layout) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": last,
     }
     if layout.virtual_pipeline > 1:
-        # With two stages each is both neighbours of the other, and Megatron's default (batched) exchange then gives
-        # each the other's wrong tensor without an error.
+        # With two stages each is both neighbours of the other. With Megatron's default (batched) exchange, passes over
+        # sequences of unequal length did not come to an end here.
         options |= {
             "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
             "overlap_p2p_comm": True,

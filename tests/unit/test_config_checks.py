@@ -140,7 +140,10 @@ REFUSED = {
         ),
     ],
     "check_scoring_backend": [
-        ("actor.layout.world_size=2 actor.layout.context=2", "does not run under context parallelism (2)"),
+        (
+            "credit.kind=trace actor.layout.world_size=2 actor.layout.context=2",
+            "does not run under context parallelism (2)",
+        ),
         (
             "scoring.backend=sglang loss.kl_coefficient=0.1 rollout.sampling.temperature=0.7",
             "reads given tokens at temperature 1, the KL term compares at 0.7",
@@ -204,6 +207,20 @@ def test_a_combination_that_may_surprise_is_warned_about(recipe, check, override
 
 def test_the_longest_trajectory_that_the_server_takes_is_accepted(recipe):
     load_recipe(recipe, ("rollout.context_tokens=16376", "rollout.servers.max_total_tokens=16384"))
+
+
+def test_a_run_without_frozen_models_has_no_backend_that_could_mind_context_ranks(recipe):
+    load_recipe(recipe, ("credit.kind=none", "actor.layout.world_size=2", "actor.layout.context=2"))
+
+
+def test_a_layout_that_is_refused_tells_what_was_set_from_what_is_a_default(recipe):
+    with pytest.raises(ConfigError) as refusal:
+        load_recipe(recipe, ["actor.layout.world_size=3", "actor.layout.context=2"])
+    product = "layout.tensor=1 (default) x layout.pipeline=1 (default) x layout.context=2 (set) = 2"
+    assert f"layout.world_size=3 (set) is not a multiple of {product}" in refusal.value.message
+    with pytest.raises(ConfigError) as refusal:
+        load_recipe(recipe, ["actor.layout.world_size=3", "actor.layout.pipeline=3"])
+    assert "layout.pipeline=3 (set) do not fit num_layers=2" in refusal.value.message
 
 
 def test_a_problem_names_the_values_it_comes_from_and_their_places(recipe):

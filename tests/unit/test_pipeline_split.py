@@ -38,7 +38,9 @@ def test_every_layer_is_held_exactly_once_and_in_order_or_the_split_is_refused()
         ({"num_layers": 20, "pipeline": 1, "last": 1}, "one stage holds all layers"),
         ({"num_layers": 4, "pipeline": 2, "first": 1, "last": 2}, "1 + 2 = 3 layers, the model has 4"),
         ({"num_layers": 8, "pipeline": 2, "virtual": 2, "last": 3}, "a stage of 5 layers does not divide into 2"),
-        ({"num_layers": 3, "pipeline": 3, "first": 3}, "0 layers do not divide evenly over 2 middle stages"),
+        ({"num_layers": 3, "pipeline": 3, "first": 3}, "3 of 3 layers leave 0 for the 2 other stages, each needs one"),
+        ({"num_layers": 2, "pipeline": 2, "first": 9}, "9 of 2 layers leave 0 for the 1 other stages"),
+        ({"num_layers": 6, "pipeline": 3, "first": 1}, "5 layers do not divide evenly over 2 other stages"),
     ],
 )
 def test_a_refused_split_gives_the_numbers(split: dict[str, int], numbers: str) -> None:

@@ -69,6 +69,12 @@ def test_an_impossible_layout_ends_with_code_2_and_the_reasons():
     assert "layout.expert=7" in ended.stderr
 
 
+def test_a_model_that_nobody_knows_is_no_recipe_that_does_not_fit():
+    ended = plan(LARGE, "--set", "model.path=models/other")
+    assert ended.exit_code == 2
+    assert "--shape Qwen3-0.6B" in ended.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

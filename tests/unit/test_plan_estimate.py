@@ -23,7 +23,7 @@ from megatrl.config.estimate.shapes import KNOWN_SHAPES, known_shape_of
 from megatrl.config.estimate.states import state_bytes
 from megatrl.config.estimate.workload import workload_of
 from megatrl.config.load import load_recipe
-from megatrl.errors import ConfigError, ModelError
+from megatrl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = load_recipe(ROOT / "recipes/qwen3-30b-a3b-trace.yaml", require_files=False).recipe
@@ -205,7 +205,7 @@ def test_an_impossible_layout_is_refused_with_its_reasons():
 def test_a_model_that_nobody_knows_asks_for_a_shape():
     recipe = changed_recipe(LARGE, {"model.path": "models/other"})
     assert recipe is not None
-    with pytest.raises(ModelError, match="--shape"):
+    with pytest.raises(ConfigError, match="--shape"):
         make_plan(recipe, host_memory=0)
     assert make_plan(recipe, host_memory=0, shape_name="Qwen3-30B-A3B").num_parameters == total_parameters(MIXTURE)
 

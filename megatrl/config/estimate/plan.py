@@ -82,7 +82,7 @@ def _spans(chunks: Sequence[Sequence[range]]) -> list[list[list[int]]]:
 def planned_shape(recipe: Recipe, shape_name: str | None = None) -> tuple[ModelShape, str]:
     """Returns the model's shape and where it came from: the files, a known name, or the tiny model's sizes.
 
-    Raises ModelError where the files are not here and no known shape is named.
+    Raises ConfigError where the files are not here and no known shape is named.
     """
     if shape_name is not None:
         if shape_name not in KNOWN_SHAPES:
@@ -99,7 +99,7 @@ def planned_shape(recipe: Recipe, shape_name: str | None = None) -> tuple[ModelS
     except ModelError as error:
         name = known_shape_of(model.path)
         if name is None:
-            raise ModelError(f"{error.message}. Or name its shape: --shape {' | '.join(KNOWN_SHAPES)}") from error
+            raise ConfigError(f"{error.message}. Or name its shape: --shape {' | '.join(KNOWN_SHAPES)}") from error
         return KNOWN_SHAPES[name], f"known shape {name}, as {model.path} is not on this disk"
 
 
@@ -109,7 +109,7 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Returns the plan of a recipe. Pure but for reading the model's config.json.
 
-    Raises ConfigError for a layout that cannot be and for an unknown GPU, ModelError for an unknown model.
+    Raises ConfigError for a layout that cannot be, an unknown GPU and an unknown model.
     """
     if gpu not in GPUS:
         raise ConfigError(f"--gpu = {gpu}: not in the table; choose from {', '.join(GPUS)}")
