@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from megatrl.config.scoring import ScoringBackend
 from megatrl.errors import ScoringError
 from megatrl.scoring.backends import branch_backend
 from megatrl.scoring.reference_probe import ReferenceProbe
@@ -13,7 +14,7 @@ CODEC = WordCodec(["task", "look", "see", "red", "blue", "green", "1", "2", "3",
 TASK, LOOK, RED, BLUE, END = (CODEC.encode(w)[0] for w in ("task", "look", "red", "blue", "<end>"))
 
 
-def probe(logprob, *, kind="independent", **options):
+def probe(logprob, *, kind: ScoringBackend = "independent", **options):
     runner = PrefixRunner(logprob)
     backend = branch_backend(kind, runner=runner, microbatch_tokens=64)
     return ReferenceProbe(codec=CODEC, backend=backend, **{"max_sequence_tokens": 64, **options}), runner
@@ -207,6 +208,7 @@ def test_a_group_feeds_its_prompt_once_and_each_trajectory_once_for_answers_and_
     answers, _ = scorer.score([group])
     ((packed,),) = runner.calls
     prompt = [TASK, LOOK]
+    assert packed.parents is not None
     roots = [node for node, parent in enumerate(packed.parents) if parent == -1]
     assert [packed.tokens[packed.cu_seqlens[n] : packed.cu_seqlens[n] + 2].tolist() for n in roots] == [prompt]
     # 2 of the prompt; of each member 2 + 2 + 3 tokens of its own and 1 behind them, the last member without its very
