@@ -20,7 +20,7 @@ from megatrl.scoring.branches import TrunkLogprobs, TrunkQuery
 class QueryRunner(Protocol):
     """Runs a frozen model over packed queries: one array [Q] of logprobs for each of them, in order."""
 
-    def __call__(self, queries: Sequence[PackedQueries]) -> Sequence[FloatArray]: ...
+    def __call__(self, queries: Sequence[PackedQueries], /) -> Sequence[FloatArray]: ...
 
 
 Question = tuple[int, int, float]

@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.config.engines import ActorConfig, LayoutConfig
 from megatrl.mcore.queries import target_logprobs
+from megatrl.meter.prompt import MeterText, build_meter_prompt
 from megatrl.rollout.control import ServerControl
 from megatrl.rollout.ports import free_port
 from megatrl.rollout.server import RolloutServer
 from megatrl.scoring.backends import server_backend
 from megatrl.scoring.branches import BranchBackend, TrunkQuery, answer_branch
 from megatrl.scoring.independent import IndependentBackend
+from megatrl.scoring.meter import CandidateMeter
 from megatrl.scoring.reference_probe import ReferenceProbe
 from megatrl.scoring.server_backend import FROZEN_VERSION, ServerBackend
 from megatrl.scoring.tree import TreeBackend
@@ -143,3 +145,23 @@ def test_this_server_ignores_the_temperature_of_given_tokens_which_is_why_only_1
         return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
 
     assert given(0.5) == given(1.0)
+
+
+def test_a_meters_candidates_read_the_same_through_a_server(server: ServerBackend, independent: BranchBackend) -> None:
+    answers = ('{"completion":', "0,", "1,", '"tokens_to_go":', "null}", "3}", "20}", "100}")
+    codec = WordCodec([*(f"w{i}" for i in range(30)), *answers, "header", "how"])
+    prompt = build_meter_prompt(codec, (3, 20, 100), MeterText(header="header", question="how"))
+    group = make_group(*(make_trajectory([((7, 8, 9), (10 + i, 11)), ((12,), (13, i))], index=i) for i in range(3)))
+    read = []
+    for backend in (server, independent):
+        meter = CandidateMeter(
+            prompt=prompt,
+            backend=backend,
+            failure_cost=200.0,
+            policy_fingerprint=codec.fingerprint,
+            max_sequence_tokens=500,
+        )
+        scores, _ = meter.score([group])
+        read.append([(f.completion_prob, f.tokens_to_go / 100) for score in scores.values() for f in score.forecasts])
+    assert np.abs(np.asarray(read[0]) - np.asarray(read[1])).max() <= TOLERANCE
+    assert len(read[0]) == 6
