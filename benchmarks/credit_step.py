@@ -4,7 +4,8 @@
 
 All arms are one recipe (recipes/evidence_hunt.yaml with longer chains) on one cluster of processes and take turns:
 in every round each arm runs a few steps from the same start. The first step of each turn does not count. `step` is
-act + score + credit + learn + publish: what a step does besides evaluating and writing.
+act + score + credit + learn + publish: what a step does besides evaluating and writing. `step_ratio` is to the first
+arm, which learns less where groups have no advantage; `own_ratio` is to the same steps without their scoring.
 CPU seconds are of the driver and everything below it: ranks, servers, Ray.
 """
 
@@ -128,15 +129,17 @@ def summary(
             "success": statistics.fmean(step["rollout/success"] for step in steps),
             "step_s": statistics.median(sum(parts) for parts in zip(*verbs.values(), strict=True)),
             "cpu_s": statistics.median(cpu_s[arm]),
+            # Against the same step without its scoring: no other step's load, rollouts or update enter.
+            "own_ratio": statistics.median(
+                sum(parts) / (sum(parts) - score)
+                for score, parts in zip(verbs["score"], zip(*verbs.values(), strict=True), strict=True)
+            ),
             **{f"{verb}_s": statistics.median(seconds) for verb, seconds in verbs.items()},
         }
     base = next(iter(report.values()))
     for values in report.values():
         values["step_ratio"] = values["step_s"] / base["step_s"]
         values["cpu_ratio"] = values["cpu_s"] / base["cpu_s"]
-        # A step of the base with this arm's scoring and credit: rollouts and updates of other arms differ by chance.
-        own = values["score_s"] + values["credit_s"] - base["score_s"] - base["credit_s"]
-        values["added_ratio"] = (base["step_s"] + own) / base["step_s"]
     return report
 
 
@@ -148,7 +151,7 @@ def readable(report: Mapping[str, Mapping[str, Any]]) -> str:
         "step_s",
         *(f"{verb}_s" for verb in VERBS),
         "step_ratio",
-        "added_ratio",
+        "own_ratio",
         "cpu_s",
     )
     columns = (*columns, "cpu_ratio")

@@ -167,7 +167,7 @@ def readable(points: Sequence[Point]) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Time and memory over turns, both axes logarithmic."""
+    """Processor time and memory over turns, both axes logarithmic."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -176,9 +176,9 @@ def plot(points: Sequence[Point], path: Path) -> None:
     time_axes, memory_axes = figure.subplots(1, 2)
     turns = [p.turns for p in points]
     for name, marker, color in (("independent", "s", "#D55E00"), ("tree", "o", "#0072B2")):
-        time_axes.plot(turns, [getattr(p, f"{name}_s") for p in points], marker=marker, color=color, label=name)
+        time_axes.plot(turns, [getattr(p, f"{name}_cpu_s") for p in points], marker=marker, color=color, label=name)
         memory_axes.plot(turns, [getattr(p, f"{name}_mib") for p in points], marker=marker, color=color, label=name)
-    for axes, label in ((time_axes, "seconds"), (memory_axes, "peak MiB of the pass")):
+    for axes, label in ((time_axes, "processor seconds"), (memory_axes, "peak MiB of the pass")):
         axes.set(xscale="log", yscale="log", xlabel="turns", ylabel=label, xticks=turns)
         axes.set_xticklabels([str(t) for t in turns])
         axes.minorticks_off()

@@ -29,6 +29,11 @@ EP2 = {"world_size": 2, "expert": 2}
 CP2 = {"world_size": 2, "context": 2}
 
 
+@pytest.fixture(autouse=True)
+def ranks_find_the_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("models")
