@@ -117,8 +117,7 @@ def hf_to_megatron(source: Path, *, out: Path, options: ConversionOptions) -> Co
             carried = carry_over(source, staging)
             write_config(source, staging, dtypes)
             names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            files = {file.name: file.stat().st_size for file in sorted(shards.iterdir())}
-            note = weights_directory.description(files=files, num_tensors=num_tensors, dtypes=names)
+            note = weights_directory.description(shards, num_tensors=num_tensors, dtypes=names)
             (staging / weights_directory.DESCRIPTION).write_text(json.dumps(note, indent=1) + "\n")
             if options.verify is not None:
                 options.verify(staging)

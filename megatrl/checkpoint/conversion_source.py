@@ -38,7 +38,9 @@ def find_megatron_source(path: Path, *, step: int | None = None, hf: Path | None
         raise CheckpointError(f"{path} is no directory; name a run, a checkpoint of it, or a converted model")
     if is_weights_directory(path):
         _refuse_step(step, path)
-        return MegatronSource(shards=checked_shards(path), hf=hf or path, what=f"the converted model {path}")
+        return MegatronSource(
+            shards=checked_shards(path, contents=True), hf=hf or path, what=f"the converted model {path}"
+        )
     if (path / SHARDS / _METADATA).is_file():  # the actor's state alone, copied out of a checkpoint
         _refuse_step(step, path)
         run = path.resolve().parent.parent.parent
@@ -74,7 +76,8 @@ def _run_and_step(path: Path, step: int | None) -> tuple[Path, int | None]:
     if any(path.glob("step-*")):
         return path.resolve().parent, step
     raise CheckpointError(
-        f"{path} is neither a run directory, nor its {_CHECKPOINTS}, nor one checkpoint, nor a converted model"
+        f"{path} is neither a run directory, nor its {_CHECKPOINTS}, nor one checkpoint, nor a converted model. "
+        "A model in Hugging Face form goes the other way: megatrl convert hf-to-megatron"
     )
 
 

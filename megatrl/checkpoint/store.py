@@ -126,6 +126,9 @@ class CheckpointStore:
 
     def open(self, step: int) -> Checkpoint:
         """The checkpoint of exactly this step. Raises CheckpointError saying what is wrong with it."""
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"there is no checkpoint of step {step} in {self.directory}; there are: {there}")
         checkpoint = self._check(step)
         logger.info("checkpoint opened step=%d path=%s", step, checkpoint.path)
         return checkpoint

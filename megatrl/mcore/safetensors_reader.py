@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatrl.errors import ModelError
+from megatrl.mcore.weights_directory import is_weights_directory
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -94,6 +95,11 @@ class SafetensorsReader:
         """Stored name -> file, after comparing the index with the files both ways."""
         if not (self._directory / INDEX_FILE).is_file():
             if not (self._directory / SINGLE_FILE).is_file():
+                if is_weights_directory(self._directory):
+                    raise ModelError(
+                        f"{self._directory} is a converted model and has no safetensors; train from it as it is, or "
+                        "make some with megatrl convert megatron-to-hf"
+                    )
                 raise ModelError(
                     f"{self._directory} has neither {INDEX_FILE} nor {SINGLE_FILE}; weights must be in safetensors form"
                 )

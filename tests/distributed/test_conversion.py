@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from megatrl.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from megatrl.checkpoint.conversion_source import find_megatron_source
 from megatrl.cli.main import app
 from megatrl.errors import CheckpointError, ModelError
 from megatrl.mcore.weights_directory import DESCRIPTION, SHARDS, checked_shards
@@ -145,6 +146,20 @@ def test_a_checkpoint_that_is_not_the_model_of_the_config_is_refused(
     with pytest.raises(CheckpointError, match=message):
         megatron_to_hf(converted / SHARDS, source=source, out=tmp_path / "out", options=SMALL)
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_changed_byte_is_found_where_contents_are_compared(converted: Path, tmp_path: Path) -> None:
+    changed = copy_of(converted, tmp_path / "changed")
+    victim = changed / SHARDS / "__2_0.distcp"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    assert checked_shards(changed) == changed / SHARDS
+    with pytest.raises(ModelError, match=r"__2_0\.distcp has other content than was written"):
+        checked_shards(changed, contents=True)
+    with pytest.raises(ModelError, match="other content"):
+        find_megatron_source(changed)
+    assert find_megatron_source(converted).shards == converted / SHARDS
 
 
 def test_torn_shards_are_named(converted: Path, tmp_path: Path) -> None:
