@@ -72,7 +72,8 @@ class Rank:
         if name == "save":
             worker.begin_checkpoint(str(self.out / f"checkpoint{self.num_saves + 1}"), False)
             self.num_saves += 1
-            return worker.finish_checkpoint(60.0)
+            assert worker.await_checkpoint(60.0), "the files of the checkpoint were not written in time"
+            return worker.finish_checkpoint()
         if name == "load":
             return worker.load_checkpoint(str(self.out / f"checkpoint{self.num_saves}"))
         if name == "reset":
