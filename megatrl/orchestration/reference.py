@@ -61,6 +61,7 @@ def open_reference(
         policy_temperature=recipe.rollout.sampling.temperature,
         use_aliases=isinstance(credit, TraceCredit) and credit.use_aliases,
         reads_policy=recipe.loss.kl_coefficient > 0,
+        max_cached_states=0,  # a resumed run would not have them, and recompute them with other last bits
     )
     return OpenReference(probe=probe, identity=identity, close=close)
 

@@ -77,9 +77,12 @@ class ReferenceProbe:
         use_aliases: bool = False,
         policy_temperature: float = 1.0,
         reads_policy: bool = False,
+        max_cached_states: int = MAX_CACHED_STATES,
     ) -> None:
         """With `reads_policy`, `score` asks for the policy's own tokens in the same pass over each trajectory,
-        and `reference_logprobs` of the same trajectories then costs nothing.
+        and `reference_logprobs` of the same trajectories then costs nothing. `max_cached_states` first states
+        are kept for later calls. Their last bits are those of the pack in which they were scored, so a run that has to
+        be continued bit for bit keeps 0: a cache would be gone after the resume.
         """
         self._codec = codec
         self._backend = backend
@@ -88,6 +91,7 @@ class ReferenceProbe:
         self._policy_temperature = policy_temperature
         self._reads_policy = reads_policy
         self._wrapper = codec.answer_wrapper()
+        self._max_cached_states = max_cached_states
         self._first_state_cache: dict[bytes, float] = {}
         self._read: dict[TrajectoryId, tuple[Trajectory, tuple[FloatArray, ...]]] = {}
 
@@ -214,7 +218,7 @@ class ReferenceProbe:
         prompt = trajectory.segments[0].turns[0].observation_tokens
         for gold, logprobs in zip(golds, per_gold, strict=True):
             self._first_state_cache[_digest(prompt, gold)] = logprobs[0]
-        while len(self._first_state_cache) > MAX_CACHED_STATES:
+        while len(self._first_state_cache) > self._max_cached_states:
             del self._first_state_cache[next(iter(self._first_state_cache))]
 
     def _metrics(self, answers: Mapping[TrajectoryId, AnswerScore], scorable: Sequence[Trajectory]) -> dict[str, float]:
