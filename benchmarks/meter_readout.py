@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megatrl.config.engines import ActorConfig, HFModel, RolloutConfig, ServerConfig
-from megatrl.config.environments import MeterPromptsConfig
-from megatrl.config.recipe import Recipe
+from megatrl.config.engines_alone import engines_alone
 from megatrl.data.meter_labels import MeterLabels
 from megatrl.data.scores import Forecast
 from megatrl.data.states import trajectory_states
@@ -42,7 +40,7 @@ def main() -> None:
     weights, labels = meter_with_labels(arguments.meter, read_labels(arguments.labels))
     states = states_of(labels, arguments.trajectories + WARM_UP)
     warm_up, asked = states[:WARM_UP], states[WARM_UP:]
-    engines = cpu_or_gpu(arguments.device)
+    engines = engines_alone("meter-readout", arguments.device)
     results: dict[str, Any] = {
         "trajectories": len(asked),
         "states": sum(len(item.states) for item in asked),
@@ -91,18 +89,6 @@ def agreement(candidates: Sequence[Forecast], decoded: Sequence[Forecast]) -> di
         "same_bit": sum(c.completion == d.completion for c, d in valid) / max(1, len(valid)),
         "median_abs_log_difference": statistics.median(errors) if errors else math.nan,
     }
-
-
-def cpu_or_gpu(device: Any) -> Recipe:
-    """One process for each engine."""
-    precision = "fp32" if device == "cpu" else "bf16"
-    return Recipe(
-        name="meter-readout",
-        model=HFModel(path=""),
-        env=MeterPromptsConfig(labels=""),
-        actor=ActorConfig(device=device, precision=precision),
-        rollout=RolloutConfig(servers=ServerConfig(device=device, precision=precision)),
-    )
 
 
 if __name__ == "__main__":

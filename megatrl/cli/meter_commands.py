@@ -228,21 +228,10 @@ def freeze(
 
 def _engines(recipe: Path | None, device: Literal["cpu", "cuda"]) -> "Recipe":
     """A recipe for its engines alone; the model and the tokens are the meter's."""
-    from megatrl.config.engines import ActorConfig, HFModel, RolloutConfig, ServerConfig
-    from megatrl.config.environments import MeterPromptsConfig
+    from megatrl.config.engines_alone import engines_alone
     from megatrl.config.load import load_recipe
-    from megatrl.config.recipe import Recipe
 
-    if recipe is not None:
-        return load_recipe(recipe, require_files=False).recipe
-    precision: Literal["fp32", "bf16"] = "fp32" if device == "cpu" else "bf16"
-    return Recipe(
-        name="meter-eval",
-        model=HFModel(path=""),
-        env=MeterPromptsConfig(labels=""),
-        actor=ActorConfig(device=device, precision=precision),
-        rollout=RolloutConfig(servers=ServerConfig(device=device, precision=precision)),
-    )
+    return load_recipe(recipe, require_files=False).recipe if recipe else engines_alone("meter-eval", device)
 
 
 def _print_metrics(path: Path) -> None:

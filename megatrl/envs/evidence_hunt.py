@@ -25,10 +25,10 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from megatrl.config.environments import EvidenceHuntConfig
-from megatrl.data.messages import Action, Message, ToolCall, ToolSpec
+from megatrl.data.messages import Action, Message, ToolSpec
 from megatrl.data.trajectories import Prompt
 from megatrl.envs.protocol import StepResult
-from megatrl.envs.tools import string_argument
+from megatrl.envs.tools import CALL_ERRORS, only_argument
 from megatrl.errors import ConfigError, EnvironmentFault
 
 OPEN = ToolSpec(
@@ -44,13 +44,8 @@ OPEN = ToolSpec(
 FOUND = "found"
 NOTHING = "nothing"
 UNSEEN = "-"
-UNREADABLE = "error: unreadable call"
-NO_CALL = "error: no call"
-SEVERAL_CALLS = "error: one call only"
-UNKNOWN_TOOL = "error: unknown tool"
-WRONG_ARGUMENTS = "error: wrong arguments"
 UNKNOWN_DOCUMENT = "error: unknown document"
-_TEXTS = (FOUND, NOTHING, UNSEEN, UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS, UNKNOWN_DOCUMENT)
+_TEXTS = (FOUND, NOTHING, UNSEEN, *CALL_ERRORS, UNKNOWN_DOCUMENT)
 
 HELD_OUT_SHARE = 4  # one world in four belongs to the eval split
 MAX_DRAWS = 1000  # to find a world of the wanted split
@@ -133,31 +128,18 @@ class EvidenceHunt:
 
     def _open(self, action: Action) -> tuple[str, bool]:
         """What came of the action, without the notes, and whether it was a valid one."""
-        if action.parse_error:
-            return UNREADABLE, False
-        if not action.tool_calls:
-            return NO_CALL, False
-        first, *more = action.tool_calls
-        if more:
-            return SEVERAL_CALLS, False
-        document, error = self._document(first)
-        if document is None:
+        name, error = only_argument(OPEN, action)
+        if name is None:
             return error, False
+        documents = {_document_word(number): number for number in range(self._config.num_documents)}
+        if name not in documents:
+            return UNKNOWN_DOCUMENT, False
+        document = documents[name]
         if self._found < len(self._chain) and document == self._chain[self._found]:
             self._found += 1
             return FOUND, True
         self._useless_opens += 1
         return NOTHING, True
-
-    def _document(self, call: ToolCall) -> tuple[int | None, str]:
-        if call.name != OPEN.name:
-            return None, UNKNOWN_TOOL
-        name = string_argument(OPEN, call)
-        if name is None:
-            return None, WRONG_ARGUMENTS
-        documents = {_document_word(number): number for number in range(self._config.num_documents)}
-        document = documents.get(name.strip())
-        return document, "" if document is not None else UNKNOWN_DOCUMENT
 
     def _end(self, *, success: bool, messages: tuple[Message, ...] = (), is_valid: bool = True) -> StepResult:
         self._outcome = StepResult(

@@ -16,10 +16,10 @@ import random
 from typing import Any, Literal
 
 from megatrl.config.environments import SwitchboardConfig
-from megatrl.data.messages import Action, Message, ToolCall, ToolSpec
+from megatrl.data.messages import Action, Message, ToolSpec
 from megatrl.data.trajectories import Prompt
 from megatrl.envs.protocol import StepResult
-from megatrl.envs.tools import string_argument
+from megatrl.envs.tools import CALL_ERRORS, only_argument
 from megatrl.errors import ConfigError, EnvironmentFault
 
 FLIP = ToolSpec(
@@ -33,13 +33,8 @@ FLIP = ToolSpec(
     },
 )
 DONE = "done"
-UNREADABLE = "error: unreadable call"
-NO_CALL = "error: no call"
-SEVERAL_CALLS = "error: one call only"
-UNKNOWN_TOOL = "error: unknown tool"
-WRONG_ARGUMENTS = "error: wrong arguments"
 UNKNOWN_SWITCH = "error: unknown switch"
-_TEXTS = (UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS, UNKNOWN_SWITCH)
+_TEXTS = (*CALL_ERRORS, UNKNOWN_SWITCH)
 
 HELD_OUT_SHARE = 4  # one world in four belongs to the eval split
 MAX_DRAWS = 1000  # to find a world of the wanted split
@@ -120,29 +115,16 @@ class Switchboard:
 
     def _flip(self, action: Action) -> str:
         """Carries out the call; why it could not be, or an empty text."""
-        if action.parse_error:
-            return UNREADABLE
-        if not action.tool_calls:
-            return NO_CALL
-        call, *more = action.tool_calls
-        if more:
-            return SEVERAL_CALLS
-        switch, error = self._switch(call)
-        if switch is None:
+        name, error = only_argument(FLIP, action)
+        if name is None:
             return error
+        names = {_NAMES[switch]: switch for switch in range(self._config.num_switches)}
+        if name not in names:
+            return UNKNOWN_SWITCH
+        switch = names[name]
         self._undone += self._board[switch] == self._target[switch]
         self._board[switch] = 1 - self._board[switch]
         return ""
-
-    def _switch(self, call: ToolCall) -> tuple[int | None, str]:
-        if call.name != FLIP.name:
-            return None, UNKNOWN_TOOL
-        name = string_argument(FLIP, call)
-        if name is None:
-            return None, WRONG_ARGUMENTS
-        names = {_NAMES[switch]: switch for switch in range(self._config.num_switches)}
-        switch = names.get(name.strip())
-        return switch, "" if switch is not None else UNKNOWN_SWITCH
 
     def _end(self, *, success: bool, messages: tuple[Message, ...] = (), is_valid: bool = True) -> StepResult:
         self._outcome = StepResult(

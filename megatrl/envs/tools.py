@@ -6,12 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatrl.data.messages import POSITIONAL, ToolCall, ToolSpec
+from megatrl.data.messages import POSITIONAL, Action, ToolCall, ToolSpec
 from megatrl.errors import DeadlineError
 
 Returned = TypeVar("Returned")
 
 CUT_MARKER = "[cut]"
+
+UNREADABLE = "error: unreadable call"
+NO_CALL = "error: no call"
+SEVERAL_CALLS = "error: one call only"
+UNKNOWN_TOOL = "error: unknown tool"
+WRONG_ARGUMENTS = "error: wrong arguments"
+CALL_ERRORS = (UNREADABLE, NO_CALL, SEVERAL_CALLS, UNKNOWN_TOOL, WRONG_ARGUMENTS)
+"""What `only_argument` answers a bad action with."""
 
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -61,6 +69,24 @@ def string_argument(spec: ToolSpec, call: ToolCall) -> str | None:
     bound = bind_arguments(spec, call)
     value = bound.arguments.get(spec.parameters["required"][0]) if not bound.error else None
     return value if isinstance(value, str) else None
+
+
+def only_argument(spec: ToolSpec, action: Action) -> tuple[str | None, str]:
+    """(argument, "") of an action that is one good call of the environment's only tool, else (None, what is wrong).
+
+    The tool has one required string parameter. The text is one of CALL_ERRORS and repeats nothing of the action.
+    """
+    if action.parse_error:
+        return None, UNREADABLE
+    if not action.tool_calls:
+        return None, NO_CALL
+    call, *more = action.tool_calls
+    if more:
+        return None, SEVERAL_CALLS
+    if call.name != spec.name:
+        return None, UNKNOWN_TOOL
+    value = string_argument(spec, call)
+    return (None, WRONG_ARGUMENTS) if value is None else (value.strip(), "")
 
 
 def cut_to_tokens(text: str, *, max_tokens: int, count_tokens: Callable[[str], int]) -> tuple[str, bool]:
