@@ -54,6 +54,8 @@ def outlive(life: dict[str, Any]) -> dict[str, Any]:
             os.waitpid(child, 0)
             raise TimeoutError(f"life {life} took longer than {LIFE_S} s\n{log.read_text()[-3000:]}")
         time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):  # ranks that still wait for a life that has ended
+        os.killpg(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
     return {"name": life["name"], "code": code, "log": log.read_text(), "seconds": time.monotonic() - began}
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from actors import actor_worker
 from oracle import BETAS, CLIP, EPS, LOSS, LR, TEMPERATURE, WEIGHT_DECAY, Case, reordered
 from world import agreed_port, rank_arguments, report
 
 from megatrl.actor.update import minibatch_gradients
-from megatrl.actor.worker import ActorWorker, WorkerSpec
+from megatrl.actor.worker import ActorWorker
 from megatrl.batching.packing import attach_old_logprobs, pack
 from megatrl.config.credit import SequenceLoss
 from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig, RouterConfig
@@ -49,18 +50,7 @@ def _worker(case: Case, run: dict[str, Any], rank: int, port: int) -> ActorWorke
         router=RouterConfig(**run.get("router", {})),
         timeout_s=60.0,
     )
-    return ActorWorker(
-        WorkerSpec(
-            rank=rank,
-            world_size=actor.layout.world_size,
-            master_addr="127.0.0.1",
-            master_port=port,
-            actor=actor,
-            model_path=case.model_path,
-            seed=1,
-            num_steps=5,
-        )
-    )
+    return actor_worker(case.model_path, actor, rank=rank, port=port)
 
 
 def compare(case: Case, run: dict[str, Any], rank: int, *, port: int) -> dict[str, float]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from actors import actor_worker
 from oracle import LOSS, TEMPERATURE, Case
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from world import agreed_port, rank_arguments, report
 
-from megatrl.actor.worker import ActorWorker, WorkerSpec
+from megatrl.actor.worker import ActorWorker
 from megatrl.batching.packing import attach_old_logprobs, pack
 from megatrl.checkpoint.actor_state import load_actor_state, save_actor_state
 from megatrl.config.engines import ActorConfig, LayoutConfig, OptimizerConfig
@@ -47,18 +48,7 @@ def start(case: Case, rank: int, layout: dict[str, Any], port: int) -> ActorWork
         optimizer=OptimizerConfig(lr=0.01, min_lr=0.001, decay="linear", warmup_steps=1, eps=1e-3, weight_decay=0.1),
         timeout_s=60.0,
     )
-    return ActorWorker(
-        WorkerSpec(
-            rank=rank,
-            world_size=actor.layout.world_size,
-            master_addr="127.0.0.1",
-            master_port=port,
-            actor=actor,
-            model_path=case.model_path,
-            seed=1,
-            num_steps=LAST,
-        )
-    )
+    return actor_worker(case.model_path, actor, rank=rank, port=port, num_steps=LAST)
 
 
 def step(worker: ActorWorker, case: Case, number: int) -> dict[str, float]:

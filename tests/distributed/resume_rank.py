@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from actors import actor_worker
 from oracle import LOSS, TEMPERATURE, Case
 from world import rank_arguments, report
 
-from megatrl.actor.worker import ActorWorker, WorkerSpec
+from megatrl.actor.worker import ActorWorker
 from megatrl.batching.packing import attach_old_logprobs, pack
 from megatrl.checkpoint import shard_writer
 from megatrl.checkpoint.actor_state import ActorSave, load_actor_state, save_actor_state
@@ -45,18 +46,7 @@ def start(run: dict[str, Any], rank: int, port: int, **changes: Any) -> ActorWor
             {"precision": run.get("precision", "fp32"), "distributed_optimizer": run.get("distributed", True)} | changes
         ),
     )
-    return ActorWorker(
-        WorkerSpec(
-            rank=rank,
-            world_size=actor.layout.world_size,
-            master_addr="127.0.0.1",
-            master_port=port,
-            actor=actor,
-            model_path=case.model_path,
-            seed=1,
-            num_steps=4,
-        )
-    )
+    return actor_worker(case.model_path, actor, rank=rank, port=port, num_steps=4)
 
 
 def step(worker: ActorWorker, run: dict[str, Any], number: int) -> dict[str, Any]:

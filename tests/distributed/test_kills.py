@@ -6,6 +6,7 @@ the sampler does not). Every life is a process group of its own that kills itsel
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,9 @@ def test_two_ranks_killed_together_resume_bit_for_bit(home: Path, lives: dict[st
     assert lives[f"{run}-resumed"]["code"] == 0, lives[f"{run}-resumed"]["log"]
     assert all(len(ranks) == 2 for _, ranks in states(home / run))
     assert_same_run(home / run, home / "two", resumed_at=2)
+
+
+def test_no_process_of_any_life_stays(home: Path, lives: dict[str, dict[str, Any]]) -> None:
+    assert lives
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    assert [line for line in listing.splitlines() if str(home) in line] == []

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from actors import actor_worker
 from world import agreed_port, rank_arguments, report
 
-from megatrl.actor.worker import ActorWorker, WorkerSpec
 from megatrl.config.engines import ActorConfig, LayoutConfig
 from megatrl.errors import LayoutError
 from megatrl.mcore.queries import target_logprobs
@@ -29,17 +29,7 @@ def main() -> None:
 
 def compare(run: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     actor = ActorConfig(layout=LayoutConfig(**run["layout"]), precision="fp32", device="cpu", timeout_s=60.0)
-    spec = WorkerSpec(
-        rank=rank,
-        world_size=actor.layout.world_size,
-        master_addr="127.0.0.1",
-        master_port=port,
-        actor=actor,
-        model_path=run["model"],
-        seed=1,
-        num_steps=5,
-    )
-    worker = ActorWorker(spec)
+    worker = actor_worker(run["model"], actor, rank=rank, port=port)
     tokens: dict[str, int] = {}
 
     def runner(name: str) -> Any:
