@@ -45,12 +45,12 @@ class ActorGroup:
         kind: Literal["supervised"] = "supervised"
         return self.workers.call("update", batch, kind, 1.0, step)[0]
 
-    def freeze_reference(self) -> str:
-        """Identity of the frozen policy over all ranks, in rank order."""
-        return "-".join(self.workers.call("freeze_reference"))
+    def freeze_reference(self) -> None:
+        """Keeps a host copy of the present policy on every rank."""
+        self.workers.call("freeze_reference")
 
-    def load_meter(self, path: Path) -> str:
-        return "-".join(self.workers.call("load_meter", str(path)))
+    def load_meter(self, path: Path) -> None:
+        self.workers.call("load_meter", str(path))
 
     def query_runner(self, role: FrozenRole) -> QueryRunner:
         """A runner of packed queries on a frozen model, spread over the data-parallel ranks."""

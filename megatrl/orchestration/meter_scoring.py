@@ -78,11 +78,11 @@ def open_meter(
         return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=frozen.identity, close=holder.close)
     if readout == "candidates":
         assert actor is not None, "candidates are scored on the actor's ranks"
-        identity = actor.load_meter(frozen.path)
+        actor.load_meter(frozen.path)
         runner = actor.query_runner("meter")
         budget = recipe.batch.microbatch_tokens
         backend = branch_backend(recipe.scoring.backend, runner=runner, microbatch_tokens=budget)
-        return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=identity, close=lambda: None)
+        return OpenMeter(scorer=CandidateMeter(backend=backend, **common), identity=frozen.identity, close=lambda: None)
     server, renderer = MeterServer(recipe, frozen.path, log_dir), own_renderer(frozen)
     scorer = DecodeMeter(
         renderer=renderer,

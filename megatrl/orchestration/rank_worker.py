@@ -70,15 +70,13 @@ class RankWorker:
     ) -> UpdateResult:
         return self.actor.update(batch, loss, temperature=temperature, step=step)
 
-    def freeze_reference(self) -> str:
-        """Keeps a host copy of the present policy as the reference; returns its identity hash."""
+    def freeze_reference(self) -> None:
+        """Keeps a host copy of the present policy as the reference."""
         self._reference = FrozenWeights.capture([unwrap(model) for model in self.actor.models])
-        return self._reference.identity
 
-    def load_meter(self, path: str) -> str:
-        """Builds the meter on this rank's process groups; returns its identity hash."""
+    def load_meter(self, path: str) -> None:
+        """Builds the meter on this rank's process groups."""
         self._meter = MeterModel(path, layout=self.actor.layout, actor=self._spec.actor)
-        return self._meter.identity
 
     def frozen_logprobs(self, role: FrozenRole, queries: Sequence[Sequence[PackedQueries]]) -> list[FloatArray]:
         """Log-probabilities that a frozen model gives to this data rank's queries, [Q] for each.

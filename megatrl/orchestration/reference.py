@@ -9,7 +9,7 @@ from pathlib import Path
 from megatrl.config.credit import TraceCredit
 from megatrl.config.model_shape import read_model_shape
 from megatrl.config.recipe import Recipe
-from megatrl.mcore.weights_directory import is_weights_directory
+from megatrl.mcore.weights_directory import DESCRIPTION, is_weights_directory
 from megatrl.observability.label_store import file_hash
 from megatrl.orchestration.actor_group import ActorGroup
 from megatrl.orchestration.frozen_server import FrozenServer
@@ -44,14 +44,14 @@ def open_reference(
         if is_weights_directory(start):  # no file there that a server can load
             weights = log_dir.parent / "reference"
             actor.save_hf(weights, start)
-        identity = weights_identity(weights)
         server = FrozenServer(recipe, weights, log_dir, role="reference", remedy="set scoring.backend: tree")
         timeout_s = recipe.rollout.servers.request_timeout_s
         backend, close = server_backend(server.urls, shape.vocab_size, request_timeout_s=timeout_s), server.close
     else:
-        identity = actor.freeze_reference()
+        actor.freeze_reference()
         runner, budget = actor.query_runner("reference"), recipe.batch.microbatch_tokens
         backend, close = branch_backend(recipe.scoring.backend, runner=runner, microbatch_tokens=budget), _nothing
+    identity = weights_identity(start)
     logger.info("reference identity=%s backend=%s", identity, recipe.scoring.backend)
     credit = recipe.credit
     probe = ReferenceProbe(
@@ -67,8 +67,12 @@ def open_reference(
 
 
 def weights_identity(directory: Path) -> str:
-    """Hash of a Hugging Face directory's config.json and safetensors, 16 hex digits; the layout does not enter."""
-    files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+    """Hash of a model directory's config.json and weights, 16 hex digits; no layout or backend enters.
+
+    Of a converted directory the description is hashed, which holds the hash of every shard.
+    """
+    weights = [directory / DESCRIPTION] if is_weights_directory(directory) else sorted(directory.glob("*.safetensors"))
+    files = [directory / "config.json", *weights]
     text = "\n".join(f"{path.name} {file_hash(path)}" for path in files)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -19,14 +19,16 @@ _LOCK = "driver.lock"
 _RESULTS = ("metrics.jsonl", "*/metrics.jsonl", "checkpoints/step-*")
 _MAX_DIFFERENCES = 8
 _NOT_PART_OF_A_RUN: dict[str, Any] = {
-    **dict.fromkeys(("observe", "checkpoint", "evaluation", "placement", "publish", "train"), True),
-    "actor": {"timeout_s": True},
+    **dict.fromkeys(("observe", "checkpoint", "evaluation", "placement", "publish", "train", "scoring"), True),
+    "actor": {"timeout_s": True, "layout": True, "recompute": True},
     "rollout": {
         **dict.fromkeys(("episode_timeout_s", "tool_timeout_s", "max_attempts", "max_failure_fraction"), True),
         "max_concurrent_episodes": True,
         "servers": dict.fromkeys(
             (
                 "num_servers",
+                "tensor",
+                "max_restarts",
                 "python",
                 "start_timeout_s",
                 "request_timeout_s",
@@ -37,7 +39,8 @@ _NOT_PART_OF_A_RUN: dict[str, Any] = {
         ),
     },
 }
-"""Where a run writes, how long it goes on, and the limits that one raises to continue after a failure."""
+"""Where a run writes, how long it goes on, how processes share its work (which changes the order of sums and nothing
+else), and the limits that one raises to continue after a failure."""
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:

@@ -111,13 +111,12 @@ def supervised_samples(groups: tuple[PromptGroup, ...]) -> tuple[TrainingSample,
 
 
 def artifact_key(recipe: Recipe) -> dict[str, Any]:
-    """What everything a recipe trains before the loop depends on."""
+    """What everything a recipe trains before the loop depends on; not the layout: a run may go on with another."""
     return {
         "model": recipe.model.model_dump(mode="json"),
         "env": recipe.env.model_dump(mode="json"),
         "rollout": recipe.rollout.model_dump(mode="json", exclude={"servers"}),
         "start": recipe.start.model_dump(mode="json"),
-        "layout": recipe.actor.layout.model_dump(mode="json"),
         "precision": recipe.actor.precision,
         "seed": recipe.seed,
     }

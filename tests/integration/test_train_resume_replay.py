@@ -5,6 +5,7 @@ One recipe, small enough for seconds: a tiny mixture of experts on two Megatron 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import yaml
 
 from megatrl.observability.trajectories import TrajectoryStore
 
-pytestmark = pytest.mark.timeout(1500)  # the fixture runs five commands, each with a deadline of its own
+pytestmark = pytest.mark.timeout(1500)  # the fixture runs six commands, each with a deadline of its own
 NUM_STEPS = 4
 DEADLINE_S = 420
 
@@ -59,6 +60,14 @@ COLOCATED = ("--set", "placement.kind=colocated", "--set", "publish.route=broadc
 """The killed run takes turns on shared devices and publishes over gloo: neither is part of what it computes."""
 
 
+OTHER_LAYOUT = tuple(
+    word
+    for setting in ("actor.layout.pipeline=1", "actor.layout.expert=2", f"train.num_steps={NUM_STEPS + 1}")
+    for word in ("--set", setting)
+)
+"""Saved on two pipeline stages, continued on two expert ranks for one more step."""
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A directory with recipe.yaml in which three runs take place, once for all tests below."""
@@ -69,6 +78,8 @@ def home(tmp_path_factory):
     megatrl(home, "train", "recipe.yaml", "--run-id", "killed", "--resume", *COLOCATED)
     megatrl(home, "replay", "runs/tiny/whole", "--from-step", "2", "--out", "replay-from-2")
     megatrl(home, "replay", "runs/tiny/killed", "--out", "replay-killed")
+    shutil.copytree(home / "runs/tiny/killed", home / "runs/tiny/resharded")
+    megatrl(home, "train", "recipe.yaml", "--run-id", "resharded", "--resume", *OTHER_LAYOUT)
     return home
 
 
@@ -149,6 +160,20 @@ def test_fed_the_same_trajectories_a_resumed_actor_repeats_losses_and_weights_bi
 
 def test_a_killed_and_resumed_run_ends_with_the_weights_of_one_that_was_never_interrupted(home):
     assert result(home / "replay-killed") == result(home / "runs/tiny/killed")
+
+
+def test_a_run_goes_on_with_another_layout_and_the_same_reference(home):
+    run = home / "runs/tiny/resharded"
+    rows = metrics(run)
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5]
+    assert rows[4] == metrics(home / "runs/tiny/killed")[4]
+    assert rows[5]["mismatch/mean"] < 1e-3
+    assert rows[5]["publish/is_proven"] == 1
+    driver = [json.loads((run / f"checkpoints/step-{s:06d}/driver.json").read_text()) for s in (4, 5)]
+    assert driver[0]["frozen_models"] == driver[1]["frozen_models"] != {}
+    layouts = [json.loads((run / f"checkpoints/step-{s:06d}/actor/actor.json").read_text())["layout"] for s in (4, 5)]
+    assert [(layout["pipeline"], layout["expert"]) for layout in layouts] == [(2, 1), (1, 2)]
+    assert "is not the one of" not in (run / "logs/driver.log").read_text()
 
 
 def test_the_final_policy_loads_in_transformers(home):

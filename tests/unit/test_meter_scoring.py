@@ -86,7 +86,8 @@ def opened(made: Recipe, frozen: FrozenMeter, policy):
 
 def test_the_candidates_readout_sits_on_the_actors_ranks_at_the_domains_cost(frozen):
     meter, actor = opened(recipe(), frozen, own_renderer(frozen))
-    assert (meter.identity, actor.loaded) == ("identity", [frozen.path])
+    assert (meter.identity, actor.loaded) == (frozen.identity, [frozen.path])
+    assert len(frozen.identity) == 16
     assert meter.scorer.failure_cost == 40.0
     assert meter_view(recipe(), frozen, own_renderer(frozen))[0] is None
 

@@ -103,7 +103,10 @@ def test_a_resume_names_every_setting_that_changed(tmp_path: Path, recipe: Recip
     assert "actor.optimizer.lr was 1e-06, is 0.5" in caught.value.message
     assert 'credit.kind was "none", is "trace"' in caught.value.message
     assert "train.num_steps" not in caught.value.message  # how long a run goes on is not part of what it computes
-    more_patient = ("train.num_steps=7", "actor.timeout_s=9", "rollout.servers.start_timeout_s=9")
+    more_patient = (
+        "train.num_steps=7", "actor.timeout_s=9", "rollout.servers.start_timeout_s=9",
+        "actor.layout.world_size=4", "actor.layout.pipeline=2", "scoring.backend=independent",
+    )  # fmt: skip
     longer = load_recipe(tmp_path / "recipe.yaml", more_patient).recipe
     with continued(tmp_path, "one", longer) as run_dir:
         assert run_dir == tmp_path / "one"
